@@ -1,0 +1,1 @@
+"""Triton kernels of the worker, each beside a plain torch `_reference`. Importing a module here needs triton."""
