@@ -1,0 +1,86 @@
+"""Drafters propose tokens for the next frame of a row. Any proposal is safe: verification alone decides.
+
+Drafters see confirmed tokens only, by true length. Knows nothing about KV, plans or sampling.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from scheduler.step import Int32Array
+from worker.rows import RowState
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of many rows at once."""
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts it can propose for one row."""
+        ...
+
+    def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
+        """Per row at most `num_propose` tokens that may follow its confirmed ones; empty: no idea."""
+        ...
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last tokens the last time they stood in this request."""
+
+    def __init__(
+        self,
+        *,
+        max_drafts: int,
+        prompt_lookup_min: int = 2,
+        prompt_lookup_max: int = 4,
+        max_model_len: int | None = None,
+    ) -> None:
+        """max_model_len: no drafts at or past this position. Raises ValueError naming the wrong limit."""
+        if max_drafts < 1:
+            raise ValueError(f"num_speculative_tokens is {max_drafts}, must be at least 1")
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {prompt_lookup_min} must be in [1, prompt_lookup_max {prompt_lookup_max}]"
+            )
+        self.max_drafts = max_drafts
+        self._min = prompt_lookup_min
+        self._max = prompt_lookup_max
+        self._max_model_len = max_model_len
+
+    def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
+        """Per row at most `num_propose` tokens."""
+        return [self._propose(row.token_ids, wanted) for row, wanted in zip(rows, num_propose, strict=True)]
+
+    def _propose(self, token_ids: Int32Array, wanted: int) -> list[int]:
+        wanted = min(wanted, self.max_drafts)
+        if self._max_model_len is not None:
+            wanted = min(wanted, self._max_model_len - len(token_ids))
+        if wanted <= 0:
+            return []
+        start = latest_match(token_ids, self._min, self._max)
+        if start is None:
+            return []
+        # A match that runs into the end goes on with its own period, as a copy in LZ77 does.
+        period = len(token_ids) - start
+        repeats = -(-wanted // period)
+        drafts: list[int] = np.tile(token_ids[start : start + wanted], repeats)[:wanted].tolist()
+        return drafts
+
+
+def latest_match(token_ids: Int32Array, shortest: int, longest: int) -> int | None:
+    """Where the continuation of the longest, then latest, earlier copy of the last tokens begins.
+
+    A copy is at least `shortest` and at most `longest` tokens long and may overlap the last tokens.
+    """
+    num_tokens = len(token_ids)
+    best: int | None = None
+    ends = np.flatnonzero(token_ids[:-1] == token_ids[-1])
+    for length in range(1, min(longest, num_tokens - 1) + 1):
+        ends = ends[ends >= length - 1]
+        ends = ends[token_ids[ends - (length - 1)] == token_ids[num_tokens - length]]
+        if len(ends) == 0:
+            break
+        if length >= shortest:
+            best = int(ends[-1]) + 1
+    return best
