@@ -1,0 +1,140 @@
+"""One worker's KV blocks: reference counts, the LRU free list and the prefix cache.
+
+Laws: every block is either free (no reference, in the free list, perhaps still cached) or used;
+free + used == total at all times. A cached block holds only confirmed tokens whose step has completed;
+who may publish is the caller's rule. Blocks of another namespace are never found. Knows nothing about
+requests, tokens in flight or devices.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+
+from scheduler.step import Int32Array
+
+
+def root_digest(salt: str) -> bytes:
+    """The parent of a first block. Requests of different salts share nothing.
+
+    sha256, since a cache shared by tenants must not have constructible collisions.
+    """
+    return sha256(b"slipstream:" + salt.encode()).digest()
+
+
+def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:
+    """Grow a chain of block digests in place to `num_blocks`: digest(parent, int32 token bytes)."""
+    parent = digests[-1] if digests else root
+    for index in range(len(digests), num_blocks):
+        start = index * block_size
+        parent = sha256(parent + token_ids[start : start + block_size].tobytes()).digest()
+        digests.append(parent)
+
+
+class BlockPool:
+    """Fixed-size blocks `0 .. num_blocks - 1` of one worker in one session."""
+
+    __slots__ = ("_cached", "_digests", "_free", "_refs", "namespace", "num_blocks")
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.namespace = 0
+        self._refs = [0] * num_blocks
+        # Oldest first: the next block to take, and to forget, is at the front.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._cached: dict[bytes, int] = {}  # of this namespace only
+        self._digests: list[tuple[int, bytes] | None] = [None] * num_blocks  # (namespace, digest)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be taken now, idle cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks referenced by at least one request."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a prefix could hit now."""
+        return len(self._cached)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take the `count` longest idle blocks; what they cached is forgotten."""
+        assert count <= len(self._free), "allocate() without asking num_free first"
+        taken = []
+        for _ in range(count):
+            block = self._free.popitem(last=False)[0]
+            if self._digests[block] is not None:
+                self._forget(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of a digest chain. Takes nothing."""
+        blocks = []
+        for digest in digests:
+            block = self._cached.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are free: taking them costs a free block each."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add a reference to matched blocks."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Let a used block be found under its digest. The first block published under one stays."""
+        assert self._refs[block] > 0, "a free block has nothing to publish"
+        if digest in self._cached or self._owns_entry(block):
+            return
+        self._cached[digest] = block
+        self._digests[block] = (self.namespace, digest)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference each, last first, so that a prefix outlives its continuation."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            assert self._refs[block] >= 0, f"block {block} released twice"
+            if self._refs[block] == 0:
+                self._free[block] = None
+                if not self._owns_entry(block):
+                    self._free.move_to_end(block, last=False)  # nothing to remember: first to go
+
+    def reset(self) -> None:
+        """A new namespace: nothing published before is ever found again. O(1), legal at any time."""
+        self.namespace += 1
+        self._cached = {}
+
+    def reference_count(self, block: int) -> int:
+        """How many requests hold this block."""
+        return self._refs[block]
+
+    def check(self) -> None:
+        """Assert the laws of this file."""
+        assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))
+        assert all(refs >= 0 for refs in self._refs)
+        for digest, block in self._cached.items():
+            assert self._digests[block] == (self.namespace, digest), f"block {block} is cached under another digest"
+
+    def _owns_entry(self, block: int) -> bool:
+        entry = self._digests[block]
+        return entry is not None and entry[0] == self.namespace and self._cached.get(entry[1]) == block
+
+    def _forget(self, block: int) -> None:
+        if self._owns_entry(block):
+            entry = self._digests[block]
+            assert entry is not None
+            del self._cached[entry[1]]
+        self._digests[block] = None

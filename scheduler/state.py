@@ -1,0 +1,141 @@
+"""The mutable entities of the core: one live request, one worker session, one step in flight.
+
+Knows the states, not the rules that move between them.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.blocks import BlockPool, root_digest
+from scheduler.events import SchedulerConfig, WorkerUp
+from scheduler.request import FinishReason, Request
+from scheduler.step import Int32Array, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from scheduler.rows import RowTable
+
+MAX_STORY_LINES = 400
+
+
+class FrameKind(IntEnum):
+    """What becomes of a frame's result: committed, only delivered, or dropped."""
+
+    LIVE = 0
+    DELIVER = 1
+    DROP = 2
+
+
+class RequestState:
+    """One attempt of a request from submission to its end. Running: its tokens are in the worker's row."""
+
+    __slots__ = (
+        "arrival", "digests", "end", "epoch", "fingerprint", "former_worker", "inexact", "max_drafts",
+        "num_accepted_tokens", "num_cached_tokens", "num_deliver_frames", "num_draft_tokens", "num_losses",
+        "num_preemptions", "num_prompt", "num_tokens", "order_key", "request", "root", "row", "stop_ids", "story",
+        "token_ids", "worker",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, config: SchedulerConfig, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival
+        by_priority = config.scheduling_policy == "priority"
+        self.order_key = (request.priority if by_priority else 0, arrival)
+        self.token_ids: Int32Array = np.concatenate((request.prompt_token_ids, request.resume_token_ids))
+        self.num_tokens = len(self.token_ids)
+        self.num_prompt = len(request.prompt_token_ids)
+        self.end = min(self.num_prompt + request.max_tokens, config.max_model_len)
+        asked = config.max_drafts if request.max_drafts is None else request.max_drafts
+        self.max_drafts = min(asked, config.max_drafts)
+        self.stop_ids = request.sampling.eos_token_ids + request.sampling.stop_token_ids
+        self.root = root_digest(request.cache_salt)
+        self.digests: list[bytes] = []
+        self.worker: WorkerState | None = None
+        self.row = -1
+        self.epoch = 0
+        self.former_worker: WorkerState | None = None  # where its deliver frames fly
+        self.num_deliver_frames = 0  # of an epoch left behind; planned again only at 0
+        self.num_losses = 0  # epochs that ended with their worker
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.fingerprint: str | None = None  # of the numbers its stream began with
+        self.inexact = False
+        self.story: deque[str] = deque(maxlen=MAX_STORY_LINES)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The attempt's name: (request_id, attempt)."""
+        return (self.request.request_id, self.request.attempt)
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs confirmed while not running."""
+        return self.num_tokens - self.num_prompt
+
+    def first_stop(self, token_ids: Int32Array, num_outputs: int) -> tuple[int, FinishReason, int | None] | None:
+        """Where new outputs end the request: (tokens kept, reason, stop id), or None if they don't.
+
+        `num_outputs` came before `token_ids`. Stops count once `min_tokens` outputs are reached.
+        """
+        sampling = self.request.sampling
+        for index, token in enumerate(token_ids.tolist()):
+            if token in self.stop_ids and num_outputs + index + 1 >= sampling.min_tokens:
+                return index + 1, FinishReason.STOP, token if token in sampling.stop_token_ids else None
+            if self.num_prompt + num_outputs + index + 1 >= self.end:
+                return index + 1, FinishReason.LENGTH, None
+        return None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Step:
+    """One plan in flight. Columns `[num_rows]` as planned; `kind` changes while it flies."""
+
+    plan: StepPlan
+    sent_ns: int
+    kind: NDArray[np.int8]
+    num_converted: int = 0  # rows that are no longer live
+
+    def row_of(self, epoch: int) -> int | None:
+        """Index of an epoch's frame in this step."""
+        found = np.flatnonzero(self.plan.epochs == epoch)
+        return int(found[0]) if len(found) else None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class FormerEpoch:
+    """An epoch that has left its row with frames still in flight."""
+
+    state: RequestState
+    kind: FrameKind
+    num_frames: int
+    reason: str  # what took it off its row
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """One session of one worker."""
+
+    worker_id: str
+    session: int
+    up: WorkerUp
+    pool: BlockPool
+    rows: "RowTable"
+    weights: str | None = None  # what it computes with, once its plans so far are carried out
+    next_step_seq: int = 0
+    acknowledged: int = -1  # results are applied in step_seq order up to here
+    in_flight: dict[int, Step] = field(default_factory=dict)
+    early_results: dict[int, StepResult] = field(default_factory=dict)  # waiting for an earlier one
+    released: list[int] = field(default_factory=list)  # epochs the worker has not been told about
+    former: dict[int, FormerEpoch] = field(default_factory=dict)
+    drain_deadline_ns: int | None = None
+
+    @property
+    def accepts(self) -> bool:
+        """Whether requests may be placed here."""
+        return self.drain_deadline_ns is None

@@ -1,0 +1,160 @@
+"""Counters of the core and the snapshot that status pages and metrics are made of."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler.state import WorkerState
+from scheduler.step import Int32Array, Int64Array
+
+if TYPE_CHECKING:
+    from scheduler.core import Scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """One worker session, now."""
+
+    worker_id: str
+    session: int
+    num_running: int
+    num_steps_in_flight: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    draining: bool
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A snapshot of the core. Counters count from its start."""
+
+    num_running: int
+    num_waiting: int
+    num_finished: dict[str, int]  # by FinishReason value
+    num_rejected: int
+    num_inexact: int
+    workers: tuple[WorkerStats, ...]
+    num_steps: int
+    num_prompt_tokens: int
+    num_generation_tokens: int
+    prefix_cache_queries: int  # tokens asked for
+    prefix_cache_hits: int  # tokens found
+    num_drafts: int  # frames that verified at least one draft
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    tokens_reserved: int  # by placeholders, ever
+    tokens_rolled_back: int  # reserved for drafts that were rejected or never existed
+    placeholders: int  # reserved now
+    async_tokens_to_discard: int  # now
+    stale_tokens_dropped: dict[str, int]  # tokens that arrived for nothing, by reason
+    tokens_salvaged: int  # delivered from frames of an epoch already left
+    num_stale_results: int  # whole results of no step in flight
+    num_preemptions: dict[str, int]  # by reason
+    num_resends: int
+    mean_acceptance_length: float  # 1 + accepted / drafts; 1 without drafts
+    worker_verify_ns: int
+    worker_draft_ns: int
+    worker_idle_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Counters:
+    """What the core counts while it runs."""
+
+    num_finished: dict[str, int] = field(default_factory=dict)
+    num_rejected: int = 0
+    num_inexact: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: Int64Array = field(default_factory=lambda: np.zeros(1, np.int64))
+    tokens_reserved: int = 0
+    tokens_rolled_back: int = 0
+    stale_tokens_dropped: dict[str, int] = field(default_factory=dict)
+    tokens_salvaged: int = 0
+    num_stale_results: int = 0
+    num_preemptions: dict[str, int] = field(default_factory=dict)
+    num_resends: int = 0
+    worker_verify_ns: int = 0
+    worker_draft_ns: int = 0
+    worker_idle_ns: int = 0
+
+    def count_acceptance(self, num_verified: Int32Array, num_accepted: Int32Array) -> None:
+        """Rows that verified at least one draft: [n] int32 each. A row without drafts counts nowhere."""
+        drafted = num_verified > 0
+        num_accepted = num_accepted[drafted]
+        self.num_drafts += len(num_accepted)
+        self.num_draft_tokens += int(num_verified.sum())
+        self.num_accepted_tokens += int(num_accepted.sum())
+        if len(num_accepted) == 0:
+            return
+        histogram = np.bincount(num_accepted)
+        reached = histogram[::-1].cumsum()[::-1][1:]  # position i was accepted if A > i
+        if len(reached) > len(self.accepted_per_pos):
+            self.accepted_per_pos = np.pad(self.accepted_per_pos, (0, len(reached) - len(self.accepted_per_pos)))
+        self.accepted_per_pos[: len(reached)] += reached
+
+
+def count_by(counter: dict[str, int], reason: str, amount: int = 1) -> None:
+    """Add to one reason of a counter."""
+    counter[reason] = counter.get(reason, 0) + amount
+
+
+def snapshot(scheduler: "Scheduler") -> SchedulerStats:
+    """All counters and gauges of a scheduler, now."""
+    counters, workers = scheduler.counters, scheduler.workers.values()
+    mean = 1 + counters.num_accepted_tokens / counters.num_drafts if counters.num_drafts else 1.0
+    return SchedulerStats(
+        num_running=sum(worker.rows.num_running for worker in workers),
+        num_waiting=len(scheduler.waiting),
+        num_finished=dict(counters.num_finished),
+        num_rejected=counters.num_rejected,
+        num_inexact=counters.num_inexact,
+        workers=tuple(worker_snapshot(worker) for worker in workers),
+        num_steps=counters.num_steps,
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_generation_tokens=counters.num_generation_tokens,
+        prefix_cache_queries=counters.prefix_cache_queries,
+        prefix_cache_hits=counters.prefix_cache_hits,
+        num_drafts=counters.num_drafts,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_tokens=counters.num_accepted_tokens,
+        num_accepted_tokens_per_pos=tuple(counters.accepted_per_pos.tolist()),
+        tokens_reserved=counters.tokens_reserved,
+        tokens_rolled_back=counters.tokens_rolled_back,
+        placeholders=sum(int(worker.rows.num_placeholders[worker.rows.order()].sum()) for worker in workers),
+        async_tokens_to_discard=sum(scheduler.discards.values()),
+        stale_tokens_dropped=dict(counters.stale_tokens_dropped),
+        tokens_salvaged=counters.tokens_salvaged,
+        num_stale_results=counters.num_stale_results,
+        num_preemptions=dict(counters.num_preemptions),
+        num_resends=counters.num_resends,
+        mean_acceptance_length=mean,
+        worker_verify_ns=counters.worker_verify_ns,
+        worker_draft_ns=counters.worker_draft_ns,
+        worker_idle_ns=counters.worker_idle_ns,
+    )
+
+
+def worker_snapshot(worker: WorkerState) -> WorkerStats:
+    """One worker session, now."""
+    return WorkerStats(
+        worker_id=worker.worker_id,
+        session=worker.session,
+        num_running=worker.rows.num_running,
+        num_steps_in_flight=len(worker.in_flight),
+        num_blocks=worker.pool.num_blocks,
+        num_free_blocks=worker.pool.num_free,
+        num_cached_blocks=worker.pool.num_cached,
+        draining=not worker.accepts,
+        fingerprint=worker.up.fingerprint,
+    )
