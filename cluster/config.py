@@ -1,0 +1,148 @@
+"""What a deployment is asked to be: the command line's flags as one frozen, checked value.
+
+Names are those of vLLM's flags. Knows nothing about the model's files or the machine's memory:
+`cluster.deployment` turns a ServeConfig into sizes.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTIONS = ("auto", "cpu", "triton")
+POLICIES = ("fcfs", "priority")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_STEPS_IN_FLIGHT = 4
+MAX_DRAFTS = 64
+
+
+class ConfigError(ValueError):
+    """A flag that cannot be served as given. The message is one line, naming the flag and its limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """`--speculative-config`, a JSON object with vLLM's keys."""
+
+    method: str = "ngram"
+    num_speculative_tokens: int = 4  # K; 0 decodes without drafts
+    prompt_lookup_min: int = 2  # shortest n-gram that is looked up
+    prompt_lookup_max: int = 4  # longest, tried first
+
+    @classmethod
+    def from_json(cls, text: str) -> "SpeculativeConfig":
+        """`{"method": "ngram", "num_speculative_tokens": 4, ...}`; ConfigError names a wrong key or value."""
+        try:
+            keys = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--speculative-config is not JSON: {error}") from error
+        if keys is None:
+            return cls(num_speculative_tokens=0)
+        if not isinstance(keys, dict):
+            raise ConfigError(f"--speculative-config must be a JSON object, got {type(keys).__name__}")
+        unknown = sorted(set(keys) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ConfigError(
+                f"--speculative-config: unknown key {unknown[0]!r}; known: {', '.join(cls.__dataclass_fields__)}"
+            )
+        speculative = cls(**keys)
+        speculative.check()
+        return speculative
+
+    def check(self) -> None:
+        """ConfigError for the first value out of range."""
+        name = "--speculative-config"
+        if self.method != "ngram":
+            raise ConfigError(f"{name}: method must be 'ngram', got {self.method!r}")
+        for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            if type(getattr(self, key)) is not int:
+                raise ConfigError(f"{name}: {key} must be an integer, got {getattr(self, key)!r}")
+        _check_range(f"{name}: num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFTS)
+        _check_range(f"{name}: prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything `slipstream serve` can be told. None leaves a value to the model and the machine."""
+
+    model: str = "smollm2"
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None  # tokens
+    max_num_seqs: int = 64  # rows of one worker
+    max_num_batched_tokens: int | None = None  # token budget of one step
+    block_size: int = 16  # tokens
+    num_gpu_blocks_override: int | None = None  # blocks of one worker, on any device
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1  # workers
+    seed: int = 0
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0: any free one
+    device: str = "auto"
+    attention: str = "auto"
+    max_steps_in_flight: int = 2  # per worker
+    threads: int | None = None  # of one worker
+    max_waiting: int = 4096  # requests
+    num_front_ends: int = 1
+    heartbeat_s: float = 0.5
+    worker_down_after_s: float = 3.0  # silent for so long
+
+    def __post_init__(self) -> None:
+        """ConfigError for the first flag out of range."""
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} is not implemented; a worker is one device (1)"
+            )
+        for flag, allowed in CHOICES.items():
+            _check_choice(flag, getattr(self, flag), allowed)
+        for flag, (low, high) in RANGES.items():
+            value = getattr(self, flag)
+            if value is not None:
+                _check_range(_dashed(flag), value, low, high)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        self.speculative.check()
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "attention": ATTENTIONS,
+    "scheduling_policy": POLICIES,
+    "block_size": BLOCK_SIZES,
+}
+RANGES: dict[str, tuple[float, float | None]] = {
+    "max_model_len": (2, None),
+    "max_num_seqs": (1, 1 << 16),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "num_gpu_blocks_override": (1, None),
+    "data_parallel_size": (1, 1024),
+    "seed": (0, (1 << 64) - 1),
+    "port": (0, 65535),
+    "max_steps_in_flight": (1, MAX_STEPS_IN_FLIGHT),
+    "threads": (1, 1024),
+    "max_waiting": (1, None),
+    "num_front_ends": (1, 64),
+    "heartbeat_s": (0.01, None),
+    "worker_down_after_s": (0.05, None),
+}
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{_dashed(name)} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+def _check_range(name: str, value: float, low: float, high: float | None) -> None:
+    if high is None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, got {value}")
+    if high is not None and not low <= value <= high:
+        raise ConfigError(f"{name} must be in [{low}, {high}], got {value}")

@@ -1,0 +1,326 @@
+"""The shell around the core: the only file of this room with asyncio and the clock, and a Ray actor when served.
+
+It has no opinions. Messages and the clock become events, each command has one branch, each
+asynchronous effect ends in an event again. Transports are injected as ports; the class runs
+as a detached Ray actor, and without Ray in tests.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, assert_never
+
+from scheduler.core import Scheduler
+from scheduler.events import (
+    CacheReset,
+    Cancelled,
+    CloseSession,
+    Command,
+    EmitTokens,
+    Event,
+    FinishRequest,
+    FrontEndLost,
+    PreemptRequested,
+    RejectRequest,
+    SchedulerConfig,
+    StartStep,
+    StepFailed,
+    StepFinished,
+    Submitted,
+    Tick,
+    WorkerDown,
+    WorkerUp,
+)
+from scheduler.stats import SchedulerStats
+from scheduler.step import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 10.0
+
+FrontEndEvent = Submitted | Cancelled | CacheReset | PreemptRequested
+
+
+class WorkerUnreachable(ConnectionError):
+    """A worker did not answer. It may or may not have received, or carried out, what it was sent."""
+
+
+class StepRaised(RuntimeError):
+    """A worker answered that a whole step failed; it refuses the rest of that session."""
+
+
+class WorkerPort(Protocol):
+    """The way to one worker. Everything but `health` goes through the worker's own queue."""
+
+    async def register(self, session: int) -> WorkerUp:
+        """Begin a session; the event that says so. Raises WorkerUnreachable."""
+        ...
+
+    async def step(self, plan: StepPlan) -> Sequence[StepResult]:
+        """The results this plan released, possibly none. Raises WorkerUnreachable or StepRaised."""
+        ...
+
+    async def health(self) -> int | None:
+        """The session the worker is in, answered even during a step. Raises WorkerUnreachable."""
+        ...
+
+
+class FrontEndPort(Protocol):
+    """The way to one front end. Messages may overtake each other: `seq` counts them from 0 within `life`."""
+
+    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+        """Hand over what one event meant for this front end. Raises ConnectionError when it is gone."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _FrontEnd:
+    """One connected front end: how many messages went out, and which came in too early."""
+
+    port: FrontEndPort
+    num_delivered: int = 0
+    next_seq: int = 0
+    early: dict[int, Sequence[FrontEndEvent]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One session of one worker, and the reason it ended once there is one."""
+
+    number: int
+    ended: asyncio.Future[str]
+
+    def end(self, message: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(message)
+
+
+class SchedulerActor:
+    """One life of the scheduler. Construct it anywhere, call `start` inside a running loop."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        workers: Mapping[str, WorkerPort],
+        *,
+        heartbeat_s: float = 0.5,
+        worker_down_after_s: float = 3.0,
+        tick_s: float = 0.05,
+    ) -> None:
+        self._core = Scheduler(config)
+        self._workers = dict(workers)
+        self._heartbeat_s = heartbeat_s
+        self._worker_down_after_s = worker_down_after_s
+        self._tick_s = tick_s
+        self._life = time.time_ns()
+        self._last_session = self._life
+        self._sessions: dict[str, _Session] = {}  # worker id -> its current session
+        self._front_ends: dict[str, _FrontEnd] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+        self._failure: str | None = None
+
+    # ---- called by the bring-up and by front ends ----
+
+    async def start(self) -> int:
+        """Begin to tick and to register workers; this life's number. Again: only the number."""
+        if not self._started:
+            self._started = True
+            self._apply(Tick(now_ns=time.monotonic_ns()))
+            self._spawn(self._tick())
+            for worker_id in self._workers:
+                self._spawn(self._supervise(worker_id))
+        return self._life
+
+    async def stop(self) -> None:
+        """End every task of this life. Workers and front ends are not told."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def connect(self, front_end: str, port: FrontEndPort) -> int:
+        """A front end, under a name never used before, wants its requests' commands; this life's number."""
+        self._front_ends[front_end] = _FrontEnd(port)
+        return await self.start()
+
+    async def submit(self, front_end: str, life: int, seq: int, clock_ns: int, events: Sequence[FrontEndEvent]) -> None:
+        """Events of one front end, applied in `seq` order whatever order they arrive in.
+
+        `clock_ns` is the front end's monotonic clock at sending: its deadlines are moved onto ours.
+        Raises ConnectionError for another life or a front end that is not connected.
+        """
+        self._require_life(life)
+        sender = self._front_ends.get(front_end)
+        if sender is None:
+            raise ConnectionError(f"front end {front_end} is not connected")
+        offset_ns = time.monotonic_ns() - clock_ns
+        sender.early[seq] = [_on_our_clock(event, offset_ns) for event in events]
+        while (ready := sender.early.pop(sender.next_seq, None)) is not None:
+            sender.next_seq += 1
+            for event in ready:
+                self._apply(event)
+
+    async def health(self, life: int) -> None:
+        """Returns while this life goes on. Raises ConnectionError otherwise."""
+        self._require_life(life)
+
+    async def stats(self) -> SchedulerStats:
+        """A snapshot of the core's counters."""
+        return self._core.stats()
+
+    async def story(self, request_id: str) -> str:
+        """One request's history."""
+        return self._core.story(request_id)
+
+    async def front_end_names(self) -> list[str]:
+        """The front ends connected now."""
+        return list(self._front_ends)
+
+    def _require_life(self, life: int) -> None:
+        """Raises ConnectionError unless this is that life and it has not failed."""
+        if self._failure is not None:
+            raise ConnectionError(f"the scheduler stopped: {self._failure}")
+        if life != self._life:
+            raise ConnectionError(f"the scheduler was restarted: life {self._life}, not {life}")
+
+    # ---- one door in, one branch per command ----
+
+    def _apply(self, event: Event) -> None:
+        if self._failure is not None:
+            return
+        try:
+            commands = self._core.handle(event)
+        except Exception as error:
+            # A core that raised cannot be trusted with another event; front ends learn it from `health`.
+            self._failure = f"{type(error).__name__}: {error}"
+            log.exception("the core failed on %r", event)
+            raise
+        messages: dict[str, list[Command]] = {}
+        for command in commands:
+            match command:
+                case StartStep():
+                    self._spawn(self._run_step(command.worker_id, command.plan))
+                case EmitTokens() | FinishRequest() | RejectRequest():
+                    messages.setdefault(command.front_end, []).append(command)
+                case CloseSession():
+                    self._end_session(command.worker_id, command.session, command.message)
+                case _:
+                    assert_never(command)
+        for front_end, message in messages.items():
+            self._deliver(front_end, message)
+
+    async def _run_step(self, worker_id: str, plan: StepPlan) -> None:
+        try:
+            results = await self._workers[worker_id].step(plan)
+        except StepRaised as error:
+            self._apply(
+                StepFailed(worker_id=worker_id, session=plan.session, step_seq=plan.step_seq, message=str(error))
+            )
+            self._end_session(worker_id, plan.session, str(error))
+        except WorkerUnreachable as error:
+            self._lose(worker_id, plan.session, str(error))
+        else:
+            for result in results:
+                self._apply(StepFinished(result=result))
+
+    def _deliver(self, front_end: str, commands: list[Command]) -> None:
+        receiver = self._front_ends.get(front_end)
+        if receiver is None:
+            return  # lost a moment ago: the core has been told
+        seq = receiver.num_delivered
+        receiver.num_delivered += 1
+        self._spawn(self._send(front_end, receiver.port, seq, commands))
+
+    async def _send(self, front_end: str, port: FrontEndPort, seq: int, commands: list[Command]) -> None:
+        try:
+            await port.deliver(self._life, seq, commands)
+        except ConnectionError as error:
+            if self._front_ends.pop(front_end, None) is not None:
+                log.warning("front end %s is lost: %s", front_end, error)
+                self._apply(FrontEndLost(front_end=front_end))
+
+    # ---- workers: sessions and heartbeats ----
+
+    async def _supervise(self, worker_id: str) -> None:
+        """Register a worker, watch it, and when its session ended register it anew."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            session = self._new_session(worker_id)
+            try:
+                worker_up = await self._workers[worker_id].register(session.number)
+            except WorkerUnreachable as error:
+                log.warning("worker %s does not register, next try in %.1f s: %s", worker_id, backoff_s, error)
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+                continue
+            backoff_s = FIRST_BACKOFF_S
+            self._apply(worker_up)
+            message = await self._watch(worker_id, session)
+            log.warning("session %d of worker %s ended: %s", session.number, worker_id, message)
+            self._apply(WorkerDown(worker_id=worker_id, session=session.number, message=message))
+
+    async def _watch(self, worker_id: str, session: _Session) -> str:
+        """Why the session ended, once it has."""
+        last_heard_s = time.monotonic()
+        while not session.ended.done():
+            if await self._hear(worker_id, session):
+                last_heard_s = time.monotonic()
+            silent_s = time.monotonic() - last_heard_s
+            if silent_s >= self._worker_down_after_s:
+                session.end(f"worker {worker_id} was silent for {silent_s:.1f} s")
+            await asyncio.wait({session.ended}, timeout=self._heartbeat_s)
+        return session.ended.result()
+
+    async def _hear(self, worker_id: str, session: _Session) -> bool:
+        """Whether the worker answers; ends the session if it answers from another one."""
+        try:
+            current = await asyncio.wait_for(self._workers[worker_id].health(), self._worker_down_after_s)
+        except (WorkerUnreachable, TimeoutError):
+            return False
+        if current != session.number:
+            session.end(f"worker {worker_id} was restarted")
+        return True
+
+    def _new_session(self, worker_id: str) -> _Session:
+        # Never used before, by an earlier life of the scheduler neither.
+        self._last_session = max(self._last_session + 1, time.time_ns())
+        session = _Session(self._last_session, asyncio.get_running_loop().create_future())
+        self._sessions[worker_id] = session
+        return session
+
+    def _end_session(self, worker_id: str, number: int, message: str) -> None:
+        session = self._sessions.get(worker_id)
+        if session is not None and session.number == number:
+            session.end(message)
+
+    def _lose(self, worker_id: str, session: int, message: str) -> None:
+        self._apply(WorkerDown(worker_id=worker_id, session=session, message=message))
+        self._end_session(worker_id, session, message)
+
+    # ---- time and tasks ----
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            self._apply(Tick(now_ns=time.monotonic_ns()))
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+
+    def _reap(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+            log.error("a task of the scheduler failed", exc_info=error)
+
+
+def _on_our_clock(event: FrontEndEvent, offset_ns: int) -> FrontEndEvent:
+    if not isinstance(event, Submitted) or event.request.deadline_ns is None:
+        return event
+    return Submitted(request=replace(event.request, deadline_ns=event.request.deadline_ns + offset_ns))

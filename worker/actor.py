@@ -1,0 +1,173 @@
+"""The Ray actor around one worker: a model, its runner and its queue.
+
+Builds itself on the first registration, so that a process Ray restarted comes back by itself.
+Every call but `health` runs on the one thread of the default group, in the order it was sent;
+`health` has a thread of its own and answers during a step. Knows no scheduler, only plans.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from scheduler.step import StepPlan, StepResult
+from worker.session import SessionQueue, StepError
+
+if TYPE_CHECKING:
+    from worker.drafter import Drafter
+    from worker.runner import Runner
+
+HEALTH_GROUP = "health"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything a worker builds itself from: plain values, so that they travel."""
+
+    worker_id: str
+    directory: str  # of the model, in Hugging Face layout
+    dtype: str  # "bfloat16", "float16" or "float32"
+    device: str  # "cpu" or "cuda"
+    attention: str  # "cpu" or "triton"
+    num_blocks: int | None  # None: what is left of the device's memory after the weights
+    gpu_memory_utilization: float
+    block_size: int
+    bytes_per_block: int  # key and value of all layers
+    weight_bytes: int
+    max_num_seqs: int
+    max_model_len: int
+    max_drafts: int  # 0: no drafter
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    threads: int
+
+    def environment(self) -> dict[str, str]:
+        """What must be set before the worker's process imports torch or triton."""
+        threads = str(self.threads)
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+        if self.attention == "triton" and self.device == "cpu":
+            variables["TRITON_INTERPRET"] = "1"
+        if "SLIPSTREAM_SANITIZE_KV" in os.environ:
+            variables["SLIPSTREAM_SANITIZE_KV"] = os.environ["SLIPSTREAM_SANITIZE_KV"]
+        return variables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTraits:
+    """What a worker says of itself when it has loaded."""
+
+    worker_id: str
+    num_blocks: int
+    max_num_seqs: int
+    max_drafts: int
+    fingerprint: str
+
+
+class StepRefused(RuntimeError):
+    """A whole step failed, now or earlier in its session. One message only, so that it travels."""
+
+
+class WorkerActor:
+    """One worker. `worker.session.SessionQueue` keeps the order, `worker.runner.Runner` does the work."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._session: int | None = None
+        self._traits: WorkerTraits | None = None
+        self._queue: SessionQueue | None = None
+
+    def load(self) -> WorkerTraits:
+        """Load the model unless that was done. `ValueError` says what is wrong with it."""
+        if self._traits is None:
+            runner, self._traits = build(self._spec)
+            self._queue = SessionQueue(runner)
+        return self._traits
+
+    def register(self, session: int) -> WorkerTraits:
+        """Begin a session with an empty pool; whatever was queued for an older one is forgotten."""
+        traits = self.load()
+        assert self._queue is not None
+        self._queue.begin(session)
+        self._session = session
+        return traits
+
+    def step(self, plan: StepPlan) -> list[StepResult]:
+        """The results this plan released. Raises worker.session.StaleSession or StepRefused."""
+        if self._queue is None:
+            raise StepRefused(f"worker {self._spec.worker_id} was restarted and has not registered")
+        try:
+            return self._queue.offer(plan)
+        except StepError as error:
+            raise StepRefused(str(error)) from error
+
+    @ray.method(concurrency_group=HEALTH_GROUP)
+    def health(self) -> int | None:
+        """The session this process is in."""
+        return self._session
+
+
+def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
+    """A runner over a freshly loaded model. torch is first imported here, in the worker's own process."""
+    import torch
+
+    from worker.model import load_model
+    from worker.runner import Runner
+    from worker.sanitizer import KVSanitizer, is_wanted
+
+    torch.set_num_threads(spec.threads)
+    num_blocks = spec.num_blocks if spec.num_blocks is not None else _blocks_that_fit(spec)
+    model = load_model(
+        Path(spec.directory),
+        dtype=getattr(torch, spec.dtype),
+        device=spec.device,
+        attention=spec.attention,
+        num_blocks=num_blocks,
+        block_size=spec.block_size,
+    )
+    runner = Runner(
+        worker_id=spec.worker_id,
+        model=model,
+        drafter=_drafter(spec),
+        max_num_seqs=spec.max_num_seqs,
+        sanitizer=KVSanitizer(num_blocks, spec.block_size) if is_wanted() else None,
+    )
+    traits = WorkerTraits(
+        worker_id=spec.worker_id,
+        num_blocks=num_blocks,
+        max_num_seqs=spec.max_num_seqs,
+        max_drafts=spec.max_drafts,
+        fingerprint=_fingerprint(model),
+    )
+    return runner, traits
+
+
+def _drafter(spec: WorkerSpec) -> "Drafter | None":
+    if spec.max_drafts == 0:
+        return None
+    from worker.drafter import NgramDrafter
+
+    return NgramDrafter(
+        max_drafts=spec.max_drafts,
+        prompt_lookup_min=spec.prompt_lookup_min,
+        prompt_lookup_max=spec.prompt_lookup_max,
+        max_model_len=spec.max_model_len,
+    )
+
+
+def _blocks_that_fit(spec: WorkerSpec) -> int:
+    """Blocks of a device's pool: its share of the memory, less the weights and room for one step."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    activations = total // 20
+    room = int(free - (1.0 - spec.gpu_memory_utilization) * total) - spec.weight_bytes - activations
+    num_blocks = room // spec.bytes_per_block
+    needed = -(-spec.max_model_len // spec.block_size)
+    if num_blocks < needed:
+        raise ValueError(
+            f"--gpu-memory-utilization {spec.gpu_memory_utilization} leaves {max(num_blocks, 0)} blocks, one sequence "
+            f"of --max-model-len {spec.max_model_len} needs {needed}"
+        )
+    return min(num_blocks, needed * spec.max_num_seqs)
