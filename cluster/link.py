@@ -4,20 +4,30 @@ A failed call means "unknown", never "not done": what happened is decided by ses
 numbers and epochs on both sides.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict
+from typing import Protocol, TypeVar
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
-from scheduler.actor import StepRaised, WorkerUnreachable
-from scheduler.events import WorkerUp
+from cluster.frontend import Delivered, FrontEnd, SchedulerUnavailable
+from scheduler.actor import SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.events import Command, WorkerUp
+from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
 from worker.actor import WorkerActor
 from worker.session import StaleSession
 
+Answer = TypeVar("Answer")
+
+SCHEDULER_HEARTBEAT_S = 1.0
+SCHEDULER_LOST_AFTER_S = 30.0  # unreachable for so long
+
 
 class RayWorkerPort:
-    """A scheduler.actor.WorkerPort over actor calls."""
+    """The scheduler's way to a worker: a scheduler.actor.WorkerPort."""
 
     def __init__(self, actor: "ActorHandle[WorkerActor]") -> None:
         self._actor = actor
@@ -56,6 +66,80 @@ class RayWorkerPort:
         except RayError as error:
             raise WorkerUnreachable(one_line(error)) from error
         return session
+
+
+class DeliveryActor(Protocol):
+    """The actor a front end runs in."""
+
+    async def deliver(self, life: int, seq: int, commands: Sequence[Delivered]) -> None: ...
+
+
+class RayFrontEndPort:
+    """The scheduler's way to a front end: a scheduler.actor.FrontEndPort."""
+
+    def __init__(self, actor: "ActorHandle[DeliveryActor]") -> None:
+        self._actor = actor
+
+    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+        """Raises ConnectionError when the front end's process is gone."""
+        try:
+            await self._actor.deliver.remote(life, seq, commands)
+        except RayError as error:
+            raise ConnectionError(one_line(error)) from error
+
+
+class RaySchedulerLink:
+    """A front end's way to the scheduler: a cluster.frontend.SchedulerLink."""
+
+    def __init__(self, scheduler: "ActorHandle[SchedulerActor]") -> None:
+        self._scheduler = scheduler
+
+    async def submit(self, request: Request, timeout_s: float | None) -> None:
+        """Raises SchedulerUnavailable if the scheduler may not have it."""
+        await _answered(self._scheduler.submit.remote(request, timeout_s))
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        """Ends this attempt or an older one."""
+        await _answered(self._scheduler.cancel.remote(request_id, attempt))
+
+    async def reset_prefix_cache(self, reset_running: bool) -> None:
+        """Empties the prefix cache."""
+        await _answered(self._scheduler.reset_prefix_cache.remote(reset_running))
+
+    async def preempt(self, request_id: str) -> None:
+        """Takes a running request off its worker."""
+        await _answered(self._scheduler.preempt.remote(request_id))
+
+    async def stats(self) -> dict[str, object]:
+        """The scheduler's counters, as plain values."""
+        return asdict(await _answered(self._scheduler.stats.remote()))
+
+    async def follow(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]") -> None:
+        """Keeps a front end connected to every life of the scheduler, until there is no hope for one."""
+        clock = asyncio.get_running_loop().time
+        life: int | None = None
+        last_heard_s = clock()
+        while True:
+            try:
+                current: int = await _answered(self._scheduler.health.remote())
+                if current != life:
+                    port = RayFrontEndPort(actor)
+                    life = await _answered(self._scheduler.connect.remote(front_end.name, port))
+                    front_end.scheduler_restarted(life)
+                last_heard_s = clock()
+            except SchedulerUnavailable as error:
+                hopeless = isinstance(error.__cause__, ActorDiedError | RayTaskError)
+                if hopeless or clock() - last_heard_s > SCHEDULER_LOST_AFTER_S:
+                    front_end.scheduler_lost(f"the scheduler is lost: {error}")
+                    return
+            await asyncio.sleep(SCHEDULER_HEARTBEAT_S)
+
+
+async def _answered(answer: Coroutine[object, object, Answer]) -> Answer:
+    try:
+        return await answer
+    except RayError as error:
+        raise SchedulerUnavailable(one_line(error)) from error
 
 
 def one_line(error: RayError) -> str:

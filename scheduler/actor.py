@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 
 from scheduler.core import Scheduler
@@ -33,6 +33,7 @@ from scheduler.events import (
     WorkerDown,
     WorkerUp,
 )
+from scheduler.request import Request
 from scheduler.stats import SchedulerStats
 from scheduler.step import StepPlan, StepResult
 
@@ -40,8 +41,6 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
-
-FrontEndEvent = Submitted | Cancelled | CacheReset | PreemptRequested
 
 
 class WorkerUnreachable(ConnectionError):
@@ -78,12 +77,10 @@ class FrontEndPort(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _FrontEnd:
-    """One connected front end: how many messages went out, and which came in too early."""
+    """One connected front end and how many messages went out to it."""
 
     port: FrontEndPort
     num_delivered: int = 0
-    next_seq: int = 0
-    early: dict[int, Sequence[FrontEndEvent]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -143,30 +140,38 @@ class SchedulerActor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def connect(self, front_end: str, port: FrontEndPort) -> int:
-        """A front end, under a name never used before, wants its requests' commands; this life's number."""
+        """A front end wants its requests' commands; this life's number. An older one of that name is lost."""
+        life = await self.start()
+        if self._front_ends.pop(front_end, None) is not None:
+            self._apply(FrontEndLost(front_end=front_end))
         self._front_ends[front_end] = _FrontEnd(port)
-        return await self.start()
+        return life
 
-    async def submit(self, front_end: str, life: int, seq: int, clock_ns: int, events: Sequence[FrontEndEvent]) -> None:
-        """Events of one front end, applied in `seq` order whatever order they arrive in.
+    async def submit(self, request: Request, timeout_s: float | None) -> None:
+        """Take a request; its deadline is so far from now. Raises ConnectionError if its front end must connect."""
+        self._require_life()
+        if request.front_end not in self._front_ends:
+            raise ConnectionError(f"front end {request.front_end} is not connected")
+        if timeout_s is not None:
+            request = replace(request, deadline_ns=time.monotonic_ns() + round(timeout_s * 1e9))
+        self._apply(Submitted(request=request))
 
-        `clock_ns` is the front end's monotonic clock at sending: its deadlines are moved onto ours.
-        Raises ConnectionError for another life or a front end that is not connected.
-        """
-        self._require_life(life)
-        sender = self._front_ends.get(front_end)
-        if sender is None:
-            raise ConnectionError(f"front end {front_end} is not connected")
-        offset_ns = time.monotonic_ns() - clock_ns
-        sender.early[seq] = [_on_our_clock(event, offset_ns) for event in events]
-        while (ready := sender.early.pop(sender.next_seq, None)) is not None:
-            sender.next_seq += 1
-            for event in ready:
-                self._apply(event)
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        """End this attempt or an older one. Unknown ids are fine."""
+        self._apply(Cancelled(request_id=request_id, attempt=attempt))
 
-    async def health(self, life: int) -> None:
-        """Returns while this life goes on. Raises ConnectionError otherwise."""
-        self._require_life(life)
+    async def reset_prefix_cache(self, reset_running: bool) -> None:
+        """Empty the prefix cache, with `reset_running` the KV of running requests too."""
+        self._apply(CacheReset(reset_running=reset_running))
+
+    async def preempt(self, request_id: str) -> None:
+        """Take a running request off its worker. Unknown ids are fine."""
+        self._apply(PreemptRequested(request_id=request_id))
+
+    async def health(self) -> int:
+        """This life's number. Raises ConnectionError once it has failed."""
+        self._require_life()
+        return self._life
 
     async def stats(self) -> SchedulerStats:
         """A snapshot of the core's counters."""
@@ -180,12 +185,9 @@ class SchedulerActor:
         """The front ends connected now."""
         return list(self._front_ends)
 
-    def _require_life(self, life: int) -> None:
-        """Raises ConnectionError unless this is that life and it has not failed."""
+    def _require_life(self) -> None:
         if self._failure is not None:
             raise ConnectionError(f"the scheduler stopped: {self._failure}")
-        if life != self._life:
-            raise ConnectionError(f"the scheduler was restarted: life {self._life}, not {life}")
 
     # ---- one door in, one branch per command ----
 
@@ -318,9 +320,3 @@ class SchedulerActor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or f"{type(error).__name__}: {error}"
             log.error("a task of the scheduler failed", exc_info=error)
-
-
-def _on_our_clock(event: FrontEndEvent, offset_ns: int) -> FrontEndEvent:
-    if not isinstance(event, Submitted) or event.request.deadline_ns is None:
-        return event
-    return Submitted(request=replace(event.request, deadline_ns=event.request.deadline_ns + offset_ns))

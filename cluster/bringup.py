@@ -1,0 +1,189 @@
+"""Brings a deployment up, in the order workers, scheduler, front ends, and takes it down again in reverse.
+
+Whatever fails on the way up, everything started before it is stopped. Blocking; runs in the
+process of the command line or of a test.
+"""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import ConfigError, ServeConfig
+from cluster.front_actor import FrontEndActor, FrontEndSpec
+from cluster.link import RayWorkerPort, one_line
+from cluster.local_ray import LocalRay
+from cluster.sizing import Sizes, num_cpus, size
+from scheduler.actor import SchedulerActor
+from worker.actor import HEALTH_GROUP, WorkerActor, WorkerTraits
+
+PLACEMENT_TIMEOUT_S = 60.0
+STOP_GRACE_S = 5.0
+POLL_S = 0.2
+
+# Told what begins, and left when it has ended: `with phase("Loading 2 workers"): ...`
+Phase = Callable[[str], AbstractContextManager[object]]
+
+
+class BringUpError(RuntimeError):
+    """Something could not be started; all of it is stopped. The message is one line."""
+
+
+@contextlib.contextmanager
+def silently(_what: str) -> Iterator[None]:
+    """A Phase that shows nothing."""
+    yield
+
+
+class Deployment:
+    """A scheduler, its workers and its front ends on a local Ray cluster."""
+
+    def __init__(self, config: ServeConfig, directory: Path, phase: Phase = silently) -> None:
+        """Returns once requests are answered. Raises ConfigError before anything is started, else BringUpError."""
+        self.config = config
+        self.sizes = size(config, directory)
+        check_port_is_free(config.host, config.port)
+        self.endpoints: list[str] = []  # HOST:PORT of each front end
+        self._actors: list[ActorHandle[Any]] = []
+        self._front_ends: list[ActorHandle[FrontEndActor]] = []
+        self._placement: PlacementGroup | None = None
+        with phase("Starting Ray on this machine"):
+            num_workers = len(self.sizes.workers)
+            self.ray = LocalRay(
+                num_cpus=max(num_cpus(), num_workers), num_gpus=num_workers if self.sizes.device == "cuda" else 0
+            )
+        try:
+            self._start(phase)
+        except RayError as error:
+            self.stop()
+            if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
+                raise ConfigError(one_line(error)) from error
+            raise BringUpError(one_line(error)) from error
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Why a front end ended, if one did within the timeout."""
+        waits = [front_end.wait_until_closed.remote() for front_end in self._front_ends]
+        ended, _ = ray.wait(waits, num_returns=1, timeout=timeout_s)
+        if not ended:
+            return None
+        try:
+            return str(ray.get(ended[0]))
+        except RayError as error:
+            return one_line(error)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Streams get the grace to end; then every process is ended."""
+        if ray.is_initialized():
+            with contextlib.suppress(RayError, GetTimeoutError):
+                ray.get([front_end.stop.remote(grace_s) for front_end in self._front_ends], timeout=grace_s + 2.0)
+            for actor in reversed(self._actors):
+                with contextlib.suppress(RayError):
+                    ray.kill(actor, no_restart=True)
+        self._actors.clear()
+        self._front_ends.clear()
+        self.ray.stop()
+
+    # ---- on the way up ----
+
+    def _start(self, phase: Phase) -> None:
+        with phase("Placing the workers"):
+            self._placement = self._place()
+        workers = {spec.worker_id: self._start_worker(index) for index, spec in enumerate(self.sizes.workers)}
+        front_ends = [self._start_front_end(index) for index in range(self.config.num_front_ends)]
+        with phase(f"Loading {self.sizes.model_name} into {len(workers)} worker{'s' * (len(workers) > 1)}"):
+            traits: list[WorkerTraits] = ray.get([worker.load.remote() for worker in workers.values()])
+        with phase("Starting the scheduler and the gRPC front end"):
+            scheduler = self._start_scheduler(workers, traits)
+            ports = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])
+        self.endpoints = [f"{self.config.host}:{port}" for port in ports]
+
+    def _place(self) -> PlacementGroup:
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self.sizes.device == "cuda" else {})
+        group = placement_group([bundle] * len(self.sizes.workers), strategy="PACK", name="workers", lifetime="detached")
+        try:
+            ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+        except GetTimeoutError as error:
+            raise BringUpError(
+                f"no room for {len(self.sizes.workers)} workers of {bundle} each; the cluster has "
+                f"{ray.cluster_resources()}"
+            ) from error
+        return group
+
+    def _start_worker(self, index: int) -> "ActorHandle[WorkerActor]":
+        spec = self.sizes.workers[index]
+        assert self._placement is not None
+        actor = (
+            ray.remote(WorkerActor)
+            .options(
+                name=spec.worker_id,
+                lifetime="detached",
+                num_cpus=1,
+                num_gpus=1 if spec.device == "cuda" else 0,
+                max_restarts=-1,
+                max_task_retries=0,
+                concurrency_groups={HEALTH_GROUP: 1},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
+                runtime_env={"env_vars": spec.environment()},
+            )
+            .remote(spec)
+        )
+        self._actors.append(actor)
+        return actor
+
+    def _start_scheduler(
+        self, workers: "dict[str, ActorHandle[WorkerActor]]", traits: list[WorkerTraits]
+    ) -> "ActorHandle[SchedulerActor]":
+        from dataclasses import replace
+
+        config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
+        actor = (
+            ray.remote(SchedulerActor)
+            .options(name="scheduler", lifetime="detached", num_cpus=0, max_restarts=-1, max_task_retries=0)
+            .remote(
+                config,
+                {worker_id: RayWorkerPort(worker) for worker_id, worker in workers.items()},
+                heartbeat_s=self.config.heartbeat_s,
+                worker_down_after_s=self.config.worker_down_after_s,
+            )
+        )
+        self._actors.append(actor)
+        ray.get(actor.start.remote())
+        return actor
+
+    def _start_front_end(self, index: int) -> "ActorHandle[FrontEndActor]":
+        port = self.config.port + index if self.config.port else 0
+        spec = FrontEndSpec(name=f"front-{index}", host=self.config.host, port=port, sizes=self.sizes)
+        actor = (
+            ray.remote(FrontEndActor)
+            .options(name=spec.name, lifetime="detached", num_cpus=0, max_restarts=0, max_task_retries=0)
+            .remote(spec)
+        )
+        self._actors.append(actor)
+        self._front_ends.append(actor)
+        return actor
+
+
+def check_port_is_free(host: str, port: int) -> None:
+    """ConfigError if nobody can listen there now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server linger
+        try:
+            probe.bind(address)
+            probe.listen()
+        except OSError as error:
+            raise ConfigError(f"--port {port} on --host {host} cannot be listened on: {error.strerror}") from error

@@ -1,0 +1,255 @@
+"""The shell around the core without Ray: real core, real session queues, toy workers behind in-process ports."""
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from scheduler.actor import SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.events import Command, EmitTokens, FinishRequest, RejectRequest, SchedulerConfig, WorkerUp
+from scheduler.request import FinishReason, Request, SamplingParams
+from scheduler.step import StepPlan, StepResult
+from tests.simulate.toy import chain, next_token
+from tests.simulate.worker import Faults, ShadowWorker
+from worker.session import SessionQueue, StaleSession, StepError
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+MAX_DRAFTS = 3
+Value = TypeVar("Value")
+
+
+class ToyWorkerPort:
+    """A WorkerPort to a toy worker in this process, which can be killed, paused and broken."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.alive = True
+        self.running = asyncio.Event()
+        self.running.set()
+        self.num_sessions = 0
+        self._queue = SessionQueue(self._new_executor())
+        self._session: int | None = None
+        self.fail_at: int | None = None  # step_seq
+
+    def restart(self) -> None:
+        """The process comes back empty, in no session."""
+        self._queue = SessionQueue(self._new_executor())
+        self._session = None
+        self.alive = True
+
+    async def register(self, session: int) -> WorkerUp:
+        await self._reach()
+        self._queue.begin(session)
+        self._session = session
+        self.num_sessions += 1
+        return WorkerUp(
+            worker_id=self.worker_id, session=session, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_drafts=MAX_DRAFTS
+        )
+
+    async def step(self, plan: StepPlan) -> Sequence[StepResult]:
+        await self._reach()
+        if self.fail_at == plan.step_seq:
+            self.fail_at = None
+            raise StepRaised("out of luck")
+        try:
+            return self._queue.offer(plan)
+        except StaleSession as error:
+            raise WorkerUnreachable(str(error)) from error
+        except StepError as error:
+            raise StepRaised(str(error)) from error
+
+    async def health(self) -> int | None:
+        await self._reach()
+        return self._session
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(0)
+        await self.running.wait()
+        if not self.alive:
+            raise WorkerUnreachable(f"{self.worker_id} is dead")
+
+    def _new_executor(self) -> ShadowWorker:
+        return ShadowWorker(
+            worker_id=self.worker_id,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=8,
+            max_drafts=MAX_DRAFTS,
+            drop_last_hit_block=False,
+            max_num_batched_tokens=64,
+            faults=Faults(),
+            rng=random.Random(0),
+            salts=defaultdict(int),
+            poisoned=set(),
+        )
+
+
+class Inbox:
+    """A FrontEndPort that keeps what each stream got."""
+
+    def __init__(self) -> None:
+        self.token_ids: dict[int, list[int]] = {}
+        self.finished: dict[int, FinishRequest] = {}
+        self.rejected: dict[int, RejectRequest] = {}
+        self.seqs: list[int] = []
+        self.alive = True
+        self.refused = False
+
+    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+        if not self.alive:
+            self.refused = True
+            raise ConnectionError("gone")
+        self.seqs.append(seq)
+        for command in commands:
+            match command:
+                case EmitTokens():
+                    self._take(command)
+                case FinishRequest():
+                    self.finished[command.stream] = command
+                case RejectRequest():
+                    self.rejected[command.stream] = command
+
+    def _take(self, command: EmitTokens) -> None:
+        bounds = np.cumsum(command.num_tokens).tolist()
+        for stream, offset, stop, count in zip(
+            command.streams.tolist(), command.offsets.tolist(), bounds, command.num_tokens.tolist(), strict=True
+        ):
+            taken = self.token_ids.setdefault(stream, [])
+            assert offset == len(taken)
+            taken.extend(command.token_ids[stop - count : stop].tolist())
+
+
+async def until(condition: Callable[[], Value], timeout_s: float = 10.0) -> Value:
+    """Waits for something the running tasks bring about."""
+    async with asyncio.timeout(timeout_s):
+        while not (value := condition()):  # noqa: ASYNC110 - the shell offers no events to tests
+            await asyncio.sleep(0.001)
+    return value
+
+
+def request(stream: int, *, max_tokens: int = 40, prompt: Sequence[int] = (1, 2, 3)) -> Request:
+    return Request(
+        request_id=f"r{stream}",
+        front_end="front",
+        stream=stream,
+        prompt_token_ids=np.array(prompt, np.int32),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(seed=stream),
+    )
+
+
+def expected(asked: Request) -> list[int]:
+    token_ids = asked.prompt_token_ids.tolist()
+    outputs: list[int] = []
+    while len(outputs) < asked.max_tokens:
+        prefix = chain(token_ids + outputs)[-1]
+        outputs.append(next_token(prefix, 0, asked.sampling.seed, frozenset(), False))
+    return outputs
+
+
+class World:
+    """One life of the scheduler, its two workers and one front end."""
+
+    def __init__(self) -> None:
+        self.workers = {worker_id: ToyWorkerPort(worker_id) for worker_id in ("a", "b")}
+        self.inbox = Inbox()
+        self.scheduler = SchedulerActor(
+            SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=128, max_drafts=MAX_DRAFTS, max_steps_in_flight=2),
+            self.workers,
+            heartbeat_s=0.01,
+            worker_down_after_s=0.1,
+            tick_s=0.005,
+        )
+
+    async def num_workers(self) -> int:
+        return len((await self.scheduler.stats()).workers)
+
+    async def finish(self, *asked: Request) -> None:
+        await until(lambda: all(one.stream in self.inbox.finished for one in asked))
+        for one in asked:
+            assert self.inbox.token_ids[one.stream] == expected(one), await self.scheduler.story(one.request_id)
+            assert self.inbox.finished[one.stream].reason is FinishReason.LENGTH
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    await world.scheduler.connect("front", world.inbox)
+    yield world
+    await world.scheduler.stop()
+
+
+
+async def test_requests_stream_from_two_workers_in_order(world: World) -> None:
+    asked = [request(stream) for stream in range(8)]
+    for one in asked:
+        await world.scheduler.submit(one, None)
+    await world.finish(*asked)
+    assert world.inbox.seqs == sorted(world.inbox.seqs)
+    assert {worker.num_sessions for worker in world.workers.values()} == {1}
+
+
+async def test_a_worker_that_falls_silent_is_down_and_its_requests_go_on(world: World) -> None:
+    asked = [request(stream, max_tokens=100) for stream in range(4)]
+    for one in asked:
+        await world.scheduler.submit(one, None)
+    await until(lambda: len(world.inbox.token_ids) == 4)
+    world.workers["a"].running.clear()
+    await world.finish(*asked)
+    world.workers["a"].running.set()
+    await until(lambda: world.workers["a"].num_sessions >= 2)
+
+
+async def test_a_restarted_worker_registers_anew(world: World) -> None:
+    await until(lambda: world.workers["a"].num_sessions == 1)
+    world.workers["a"].alive = False
+    await asyncio.sleep(0.02)
+    world.workers["a"].restart()
+    await until(lambda: world.workers["a"].num_sessions == 2)
+    asked = request(0)
+    await world.scheduler.submit(asked, None)
+    await world.finish(asked)
+
+
+async def test_a_failed_step_ends_its_session_alone(world: World) -> None:
+    world.workers["a"].fail_at = world.workers["b"].fail_at = 3
+    asked = [request(stream) for stream in range(4)]
+    for one in asked:
+        await world.scheduler.submit(one, None)
+    await world.finish(*asked)
+    await until(lambda: max(worker.num_sessions for worker in world.workers.values()) == 2)
+
+
+async def test_a_deadline_ends_a_request_in_the_core(world: World) -> None:
+    for worker in world.workers.values():
+        worker.running.clear()
+    await world.scheduler.submit(request(0), 0.03)
+    finish = await until(lambda: world.inbox.finished.get(0))
+    assert finish is not None
+    assert finish.reason is FinishReason.DEADLINE
+
+
+async def test_requests_of_a_lost_front_end_are_ended(world: World) -> None:
+    await world.scheduler.submit(request(0, max_tokens=100), None)
+    world.inbox.alive = False
+    await until(lambda: world.inbox.refused)
+    with pytest.raises(ConnectionError, match="front end front is not connected"):
+        await world.scheduler.submit(request(1), None)
+    assert (await world.scheduler.stats()).num_running == 0
+
+
+async def test_a_second_life_never_uses_a_session_of_the_first(world: World) -> None:
+    await until(lambda: all(worker.num_sessions == 1 for worker in world.workers.values()))
+    sessions = {stats.session for stats in (await world.scheduler.stats()).workers}
+    second = SchedulerActor(SchedulerConfig(), world.workers)
+    try:
+        assert await second.start() != await world.scheduler.start()
+        await until(lambda: all(worker.num_sessions >= 2 for worker in world.workers.values()))
+        assert not sessions & {stats.session for stats in (await second.stats()).workers}
+    finally:
+        await second.stop()
