@@ -21,19 +21,28 @@ def root_digest(salt: str) -> bytes:
     return sha256(b"slipstream:" + salt.encode()).digest()
 
 
+def child_digest(parent: bytes, token_bytes: bytes) -> bytes:
+    """A block's name: its own tokens (int32 bytes) and everything before them."""
+    return sha256(parent + token_bytes).digest()
+
+
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:
     """Grow a chain of block digests in place to `num_blocks`: digest(parent, int32 token bytes)."""
+    if len(digests) >= num_blocks:
+        return
     parent = digests[-1] if digests else root
-    for index in range(len(digests), num_blocks):
-        start = index * block_size
-        parent = sha256(parent + token_ids[start : start + block_size].tobytes()).digest()
+    width = 4 * block_size
+    first = len(digests) * block_size
+    token_bytes = token_ids[first : num_blocks * block_size].tobytes()
+    for start in range(0, len(token_bytes), width):
+        parent = child_digest(parent, token_bytes[start : start + width])
         digests.append(parent)
 
 
 class BlockPool:
     """Fixed-size blocks `0 .. num_blocks - 1` of one worker in one session."""
 
-    __slots__ = ("_cached", "_digests", "_free", "_refs", "namespace", "num_blocks")
+    __slots__ = ("_cached", "_digest_of", "_free", "_namespace_of", "_refs", "namespace", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -44,7 +53,8 @@ class BlockPool:
         # Oldest first: the next block to take, and to forget, is at the front.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._cached: dict[bytes, int] = {}  # of this namespace only
-        self._digests: list[tuple[int, bytes] | None] = [None] * num_blocks  # (namespace, digest)
+        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._namespace_of = [0] * num_blocks  # of that digest
 
     @property
     def num_free(self) -> int:
@@ -64,12 +74,13 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take the `count` longest idle blocks; what they cached is forgotten."""
         assert count <= len(self._free), "allocate() without asking num_free first"
+        free, refs, digest_of = self._free, self._refs, self._digest_of
         taken = []
         for _ in range(count):
-            block = self._free.popitem(last=False)[0]
-            if self._digests[block] is not None:
+            block = free.popitem(last=False)[0]
+            if digest_of[block] is not None:
                 self._forget(block)
-            self._refs[block] = 1
+            refs[block] = 1
             taken.append(block)
         return taken
 
@@ -97,20 +108,22 @@ class BlockPool:
     def publish(self, block: int, digest: bytes) -> None:
         """Let a used block be found under its digest. The first block published under one stays."""
         assert self._refs[block] > 0, "a free block has nothing to publish"
-        if digest in self._cached or self._owns_entry(block):
+        if digest in self._cached or self._is_cached(block):
             return
         self._cached[digest] = block
-        self._digests[block] = (self.namespace, digest)
+        self._digest_of[block] = digest
+        self._namespace_of[block] = self.namespace
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each, last first, so that a prefix outlives its continuation."""
+        free, refs = self._free, self._refs
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            assert self._refs[block] >= 0, f"block {block} released twice"
-            if self._refs[block] == 0:
-                self._free[block] = None
-                if not self._owns_entry(block):
-                    self._free.move_to_end(block, last=False)  # nothing to remember: first to go
+            refs[block] -= 1
+            assert refs[block] >= 0, f"block {block} released twice"
+            if refs[block] == 0:
+                free[block] = None
+                if not self._is_cached(block):
+                    free.move_to_end(block, last=False)  # nothing to remember: first to go
 
     def reset(self) -> None:
         """A new namespace: nothing published before is ever found again. O(1), legal at any time."""
@@ -126,15 +139,14 @@ class BlockPool:
         assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))
         assert all(refs >= 0 for refs in self._refs)
         for digest, block in self._cached.items():
-            assert self._digests[block] == (self.namespace, digest), f"block {block} is cached under another digest"
+            assert self._digest_of[block] == digest and self._is_cached(block), f"block {block} is cached as another"
 
-    def _owns_entry(self, block: int) -> bool:
-        entry = self._digests[block]
-        return entry is not None and entry[0] == self.namespace and self._cached.get(entry[1]) == block
+    def _is_cached(self, block: int) -> bool:
+        return self._digest_of[block] is not None and self._namespace_of[block] == self.namespace
 
     def _forget(self, block: int) -> None:
-        if self._owns_entry(block):
-            entry = self._digests[block]
-            assert entry is not None
-            del self._cached[entry[1]]
-        self._digests[block] = None
+        digest = self._digest_of[block]
+        assert digest is not None
+        if self._namespace_of[block] == self.namespace:
+            del self._cached[digest]
+        self._digest_of[block] = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.blocks import extend_digests
+from scheduler.blocks import child_digest
 from scheduler.events import SchedulerConfig
 from scheduler.request import FinishReason
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
@@ -37,6 +37,12 @@ class Committed:
     num_tokens: Int32Array  # [num_rows] kept, after stops
     token_ids: Int32Array  # [sum(num_tokens)]
     endings: list[Ending]
+
+    def take(self, mask: NDArray[np.bool_]) -> "Committed":
+        """Some of the rows: [num_rows] bool."""
+        tokens = self.token_ids[np.repeat(mask, self.num_tokens)]
+        kept = self.offsets[mask], self.num_tokens[mask]
+        return Committed(self.index[mask], self.rows[mask], *kept, tokens, self.endings)
 
 
 def is_protocol_error(step: Step, result: StepResult) -> NDArray[np.bool_]:
@@ -98,19 +104,17 @@ def _append(
 ) -> tuple[Int32Array, Int32Array, list[Ending]]:
     """T += A + 1 for every row, cut where a stop or the end falls inside the run."""
     table = worker.rows
-    owners = np.repeat(np.arange(len(rows)), num_tokens)
     first = np.cumsum(num_tokens) - num_tokens
-    positions = (before - first)[owners] + np.arange(len(token_ids))
-    row_of_token = rows[owners]
-    # A run that ends its request is cut below; nothing past the end may land in the row.
-    inside = positions < table.token_ids.shape[1]
-    table.token_ids[row_of_token[inside], positions[inside]] = token_ids[inside]
-    stopped = (token_ids[:, None] == table.stop_ids[row_of_token]).any(axis=1)
+    row_of_token = np.repeat(rows, num_tokens)
+    positions = np.repeat(before - first, num_tokens) + np.arange(len(token_ids))
+    table.write_tokens(row_of_token, positions, token_ids)
     ends = before + num_tokens >= table.end[rows]
-    ends[owners[stopped]] = True
+    stopped = np.flatnonzero((token_ids == table.stop_ids[:, row_of_token]).any(axis=0))
+    if len(stopped):
+        ends[np.searchsorted(first, stopped, side="right") - 1] = True
     endings = []
     if ends.any():
-        num_tokens = num_tokens.copy()
+        counted, num_tokens = num_tokens, num_tokens.copy()
         for index in np.flatnonzero(ends & (num_tokens > 0)).tolist():
             state = table.states[int(rows[index])]
             assert state is not None
@@ -119,25 +123,37 @@ def _append(
             if stop is not None:
                 num_tokens[index] = stop[0]
                 endings.append(Ending(state, stop[1], stop[2]))
-        kept = np.arange(len(token_ids)) - first[owners] < num_tokens[owners]
-        token_ids = token_ids[kept]
+        within = np.arange(len(token_ids)) - np.repeat(first, counted)
+        token_ids = token_ids[within < np.repeat(num_tokens, counted)]
     table.num_tokens[rows] = before + num_tokens
     return num_tokens, token_ids, endings
 
 
 def publish_full_blocks(worker: WorkerState, rows: Int32Array, block_size: int) -> None:
     """Offer every block to the prefix cache in which all tokens are confirmed and all steps have completed."""
-    table, pool = worker.rows, worker.pool
+    table = worker.rows
     full = publishable_tokens(worker, rows) // block_size
-    for index in np.flatnonzero(full > table.num_published[rows]).tolist():
-        row, num_full = int(rows[index]), int(full[index])
-        state = table.states[row]
+    due = np.flatnonzero((full > table.num_published[rows]) & may_publish(worker, rows))
+    rows, full = rows[due], full[due]
+    counts = full - table.num_published[rows]
+    # One entry per block to publish: its row and its place in the row's table.
+    row_of = np.repeat(rows, counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    place = np.arange(len(row_of)) - first + np.repeat(table.num_published[rows], counts)
+    table.num_published[rows] = full
+    positions = place[:, None] * block_size + np.arange(block_size)
+    token_bytes = table.token_ids[row_of[:, None], positions].tobytes()
+    blocks = table.block_table[row_of, place].tolist()
+    width = 4 * block_size
+    publish, states = worker.pool.publish, table.states
+    for index, (row, at) in enumerate(zip(row_of.tolist(), place.tolist(), strict=True)):
+        state = states[row]
         assert state is not None
-        if may_publish(worker, row):
-            extend_digests(state.digests, state.root, table.token_ids[row], num_full, block_size)
-            for block in range(int(table.num_published[row]), num_full):
-                pool.publish(int(table.block_table[row, block]), state.digests[block])
-        table.num_published[row] = num_full
+        digests = state.digests
+        if at == len(digests):
+            parent = digests[-1] if digests else state.root
+            digests.append(child_digest(parent, token_bytes[index * width : (index + 1) * width]))
+        publish(blocks[index], digests[at])
 
 
 def publishable_tokens(worker: WorkerState, rows: Int32Array) -> Int32Array:
@@ -147,9 +163,9 @@ def publishable_tokens(worker: WorkerState, rows: Int32Array) -> Int32Array:
     return np.asarray(np.minimum(table.num_tokens[rows] - 1, completed))
 
 
-def may_publish(worker: WorkerState, row: int) -> bool:
-    """Only under the namespace in which the epoch began: older KV may be another model's."""
-    return bool(worker.rows.namespace[row] == worker.pool.namespace)
+def may_publish(worker: WorkerState, rows: Int32Array) -> NDArray[np.bool_]:
+    """Only under the namespace in which the epoch began: older KV may be another model's. [num_rows] bool."""
+    return np.asarray(worker.rows.namespace[rows] == worker.pool.namespace)
 
 
 def delivered_tokens(result: StepResult, index: int) -> Int32Array:

@@ -515,23 +515,28 @@ class Scheduler:
         if len(committed.rows) == 0:
             return
         front_ends = worker.rows.front_end[committed.rows]
+        if (front_ends == front_ends[0]).all():
+            self._emit_to(int(front_ends[0]), worker, committed, result)
+            return
         for front_end in np.unique(front_ends).tolist():
-            mine = np.flatnonzero(front_ends == front_end)
-            alone = len(mine) == len(front_ends)
-            rows, num_tokens = committed.rows[mine], committed.num_tokens[mine]
-            owned = np.repeat(front_ends == front_end, committed.num_tokens)
-            where = dict(zip(committed.index[mine].tolist(), enumerate(num_tokens.tolist()), strict=True))
-            self._commands.append(
-                EmitTokens(
-                    front_end=self._front_ends[front_end],
-                    streams=worker.rows.stream[rows],
-                    attempts=worker.rows.attempt[rows],
-                    offsets=committed.offsets[mine],
-                    num_tokens=num_tokens,
-                    token_ids=committed.token_ids if alone else committed.token_ids[owned],
-                    logprobs=cut_logprobs(result, where) if result.logprobs else (),
-                )
+            self._emit_to(front_end, worker, committed.take(front_ends == front_end), result)
+
+    def _emit_to(self, front_end: int, worker: WorkerState, committed: Committed, result: StepResult) -> None:
+        logprobs: tuple[RowLogprobs, ...] = ()
+        if result.logprobs:
+            kept = enumerate(committed.num_tokens.tolist())
+            logprobs = cut_logprobs(result, dict(zip(committed.index.tolist(), kept, strict=True)))
+        self._commands.append(
+            EmitTokens(
+                front_end=self._front_ends[front_end],
+                streams=worker.rows.stream[committed.rows],
+                attempts=worker.rows.attempt[committed.rows],
+                offsets=committed.offsets,
+                num_tokens=committed.num_tokens,
+                token_ids=committed.token_ids,
+                logprobs=logprobs,
             )
+        )
 
     # ---- time ----
 

@@ -6,6 +6,7 @@ Knows nothing about blocks' contents or the order of steps.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.state import RequestState
 from scheduler.step import Int32Array
@@ -43,7 +44,9 @@ class RowTable:
         # Wide columns; untouched memory costs nothing.
         self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
         self.block_table = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
-        self.stop_ids = np.full((max_rows, 1), NO_STOP, np.int32)
+        self.stop_ids = np.full((1, max_rows), NO_STOP, np.int32)  # [most of any request, max_rows]
+        self.priority = column(np.int64)
+        self.arrival = column(np.int64)
         self.states: list[RequestState | None] = [None] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._order: Int32Array | None = None
@@ -61,9 +64,8 @@ class RowTable:
     def order(self) -> Int32Array:
         """Running rows in (priority, arrival) order: [num_running] int32. The last is the first to go."""
         if self._order is None:
-            running = [state for state in self.states if state is not None]
-            running.sort(key=lambda state: state.order_key)
-            self._order = np.array([state.row for state in running], np.int32)
+            rows = np.flatnonzero(self.epoch).astype(np.int32)
+            self._order = rows[np.lexsort((self.arrival[rows], self.priority[rows]))]
         return self._order
 
     def seat(self, state: RequestState, *, epoch: int, num_hit_tokens: int, namespace: int, front_end: int) -> int:
@@ -73,6 +75,7 @@ class RowTable:
         self.states[row] = state
         self._order = None
         self.epoch[row] = epoch
+        self.priority[row], self.arrival[row] = state.order_key
         self.num_tokens[row] = state.num_tokens
         self.num_prompt[row] = state.num_prompt
         self.end[row] = state.end
@@ -106,6 +109,14 @@ class RowTable:
         self._order = None
         return blocks
 
+    def write_tokens(self, rows: Int32Array, positions: NDArray[np.signedinteger], token_ids: Int32Array) -> None:
+        """Write tokens `[n]` at (row, position). A run that goes past the row is cut by its request's end."""
+        width = self.token_ids.shape[1]
+        if len(positions) and positions.max() >= width:
+            inside = positions < width
+            rows, positions, token_ids = rows[inside], positions[inside], token_ids[inside]
+        self.token_ids[rows, positions] = token_ids
+
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         """Lengthen one row's block table."""
         start = int(self.num_blocks[row])
@@ -113,10 +124,9 @@ class RowTable:
         self.num_blocks[row] = start + len(blocks)
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        width = self.stop_ids.shape[1]
-        if len(stop_ids) > width:
-            wider = np.full((self.max_rows, len(stop_ids)), NO_STOP, np.int32)
-            wider[:, :width] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[row] = NO_STOP
-        self.stop_ids[row, : len(stop_ids)] = stop_ids
+        most = len(self.stop_ids)
+        if len(stop_ids) > most:
+            more = np.full((len(stop_ids) - most, self.max_rows), NO_STOP, np.int32)
+            self.stop_ids = np.concatenate((self.stop_ids, more))
+        self.stop_ids[:, row] = NO_STOP
+        self.stop_ids[: len(stop_ids), row] = stop_ids
