@@ -53,37 +53,39 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def gumbel(seed: int, position: int, token_ids: Int64Array) -> Float64Array:
-    """Standard Gumbel noise of these tokens at this position: [num_tokens] float64, always finite.
+def gumbel(seed: int, position: int | Int64Array, token_ids: Int64Array) -> Float64Array:
+    """Standard Gumbel noise of tokens at positions, which broadcast: float64, always finite.
 
     Tokens 4g..4g+3 are the four words of counter (g, position, 0, 0) under key `seed`; each word w is
     the uniform number (w + 1/2) / 2**32, exact in float64 and never 0 or 1.
     """
-    key = (np.array([seed & 0xFFFFFFFF], np.uint64), np.array([seed >> 32 & 0xFFFFFFFF], np.uint64))
-    zero = np.zeros(1, np.uint64)
     groups = token_ids.astype(np.uint64) >> np.uint64(2)
-    words = philox4x32((groups, np.array([position], np.uint64), zero, zero), key)
-    chosen = np.choose(token_ids & 3, words)
-    return -np.log(-np.log((chosen.astype(np.float64) + 0.5) * 2.0**-32))
+    return _gumbel_of_words(np.choose(token_ids & 3, _words(seed, position, groups)))
 
 
 def _gumbel_of_vocabulary(seed: int, position: int, vocab_size: int) -> Float64Array:
     """`gumbel` of every token id, at a quarter of the generator's work: [vocab_size] float64."""
+    words = _words(seed, position, np.arange((vocab_size + 3) // 4, dtype=np.uint64))
+    return _gumbel_of_words(np.stack(words, axis=1).reshape(-1)[:vocab_size])
+
+
+def _words(seed: int, position: int | Int64Array, groups: UInt64Array) -> tuple[UInt64Array, ...]:
     key = (np.array([seed & 0xFFFFFFFF], np.uint64), np.array([seed >> 32 & 0xFFFFFFFF], np.uint64))
     zero = np.zeros(1, np.uint64)
-    groups = np.arange((vocab_size + 3) // 4, dtype=np.uint64)
-    words = philox4x32((groups, np.array([position], np.uint64), zero, zero), key)
-    chosen = np.stack(words, axis=1).reshape(-1)[:vocab_size]
-    return -np.log(-np.log((chosen.astype(np.float64) + 0.5) * 2.0**-32))
+    return philox4x32((groups, np.atleast_1d(np.asarray(position, np.uint64)), zero, zero), key)
+
+
+def _gumbel_of_words(words: UInt64Array) -> Float64Array:
+    return -np.log(-np.log((words.astype(np.float64) + 0.5) * 2.0**-32))
 
 
 def largest(values: NDArray[np.floating], k: int) -> Int64Array:
     """Indices of the k largest values, best first, ties to the lowest index: [min(k, len)] int64."""
-    candidates = np.arange(len(values))
+    candidates: Int64Array = np.arange(len(values))
     if k < len(values):
         candidates = np.flatnonzero(values >= np.partition(values, len(values) - k)[len(values) - k])
-    best: Int64Array = candidates[np.argsort(-values[candidates], kind="stable")[:k]]
-    return best
+    order: Int64Array = np.argsort(-values[candidates], kind="stable")
+    return candidates[order[:k]]
 
 
 def _nucleus(values: Float64Array, top_p: float) -> Int64Array:
@@ -110,12 +112,13 @@ def kept_token_ids(scaled: Float64Array, sampling: SamplingParams) -> Int64Array
     if not (0 < sampling.top_k < len(scaled) or sampling.top_p < 1.0):
         return np.flatnonzero(scaled >= floor)
     # The nucleus weighs what min_p left, and only that: here the noise's own floor must not count.
-    token_ids = np.flatnonzero(scaled >= floor) if sampling.min_p > 0.0 else np.arange(len(scaled))
+    token_ids: Int64Array = np.flatnonzero(scaled >= floor) if sampling.min_p > 0.0 else np.arange(len(scaled))
     if 0 < sampling.top_k < len(token_ids):
         token_ids = np.sort(token_ids[largest(scaled[token_ids], sampling.top_k)])
     if sampling.top_p < 1.0:
         token_ids = token_ids[_nucleus(scaled[token_ids], sampling.top_p)]
-    return token_ids[scaled[token_ids] >= floor]
+    kept: Int64Array = token_ids[scaled[token_ids] >= floor]
+    return kept
 
 
 class TokenLogprobs(NamedTuple):
