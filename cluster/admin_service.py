@@ -1,0 +1,44 @@
+"""The service slipstream.v1.Admin over the front end."""
+
+from typing import Any
+
+from cluster import codec
+from cluster.serving import Serving
+from cluster.status import refuse
+from protos import slipstream_pb2 as pb
+from protos import slipstream_pb2_grpc
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+class AdminServicer(slipstream_pb2_grpc.AdminServicer):
+    """What operators ask for. A scheduler out of reach is UNAVAILABLE."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def Stats(self, message: Any, context: Any) -> Any:
+        """Counters of the scheduler and of this front end."""
+        front_end = self._serving.front_end
+        try:
+            return codec.encode_stats(await front_end.scheduler_stats(), front_end.stats())
+        except ConnectionError as error:
+            await refuse(context, error)
+
+    async def ResetPrefixCache(self, message: Any, context: Any) -> Any:
+        """Answers once the scheduler has been told."""
+        try:
+            await self._serving.front_end.reset_prefix_cache(reset_running=message.reset_running)
+        except ConnectionError as error:
+            await refuse(context, error)
+        return pb.ResetPrefixCacheResponse()
+
+    async def Preempt(self, message: Any, context: Any) -> Any:
+        """Answers once the scheduler has been told."""
+        try:
+            if not message.request_id:
+                raise ValueError("request_id is empty")
+            await self._serving.front_end.preempt(message.request_id)
+        except (ConnectionError, ValueError) as error:
+            await refuse(context, error)
+        return pb.PreemptResponse()

@@ -1,0 +1,502 @@
+"""The front end: holds the open streams, submits them, and lets through each token once, in order.
+
+Knows nothing about Ray, gRPC or protobuf. The scheduler is reached through an injected link and
+answers by `deliver`; whatever is lost, late, repeated or restarted on that way is repaired here by
+submitting the request again, as a higher attempt that resumes from the tokens taken so far.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import struct
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cluster.choice import Choice, Output, Taken
+from cluster.deliveries import InOrder
+from cluster.text import Detokenizer, OutputText, Tokenizer
+from scheduler.events import EmitTokens, FinishRequest, RejectRequest
+from scheduler.request import FinishReason, Request, SamplingParams
+from scheduler.step import Int32Array, empty_int32
+
+Delivered = EmitTokens | FinishRequest | RejectRequest
+
+MAX_RESUBMISSIONS = 1 << 10  # per client attempt: their numbers are laid out between two of the client's
+GAP_TIMEOUT_S = 2.0  # a delivery overtaken for so long is lost
+COUNTS_TIMEOUT_S = 1.0  # a stream ended by a stop string waits so long for the scheduler's counts
+
+
+class SchedulerLink(Protocol):
+    """The way to the scheduler."""
+
+    async def submit(self, request: Request, timeout_s: float | None) -> None:
+        """Returns once the scheduler has the request. Raises SchedulerUnavailable if it may not.
+
+        The link turns the timeout into a deadline on the scheduler's clock.
+        """
+        ...
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        """Ends this attempt or an older one; unknown ids are fine."""
+        ...
+
+    async def reset_prefix_cache(self, reset_running: bool) -> None:
+        """Empties the prefix cache, with `reset_running` the KV of running requests too."""
+        ...
+
+    async def preempt(self, request_id: str) -> None:
+        """Takes a running request off its worker; unknown ids are fine."""
+        ...
+
+    async def stats(self) -> dict[str, object]:
+        """The scheduler's counters, as plain values."""
+        ...
+
+
+class SchedulerUnavailable(ConnectionError):
+    """The scheduler cannot be reached now. Open streams wait until it comes back or is given up."""
+
+
+class StreamError(Exception):
+    """A stream that ends with an error. `code` is a gRPC status name."""
+
+    def __init__(self, code: str, message: str, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TextRequest:
+    """A checked request: what the scheduler needs, and what only text needs."""
+
+    request_id: str
+    attempt: int = 0  # of the client
+    prompt_token_ids: Int32Array  # [num_prompt_tokens]
+    resume_token_ids: Int32Array = field(default_factory=empty_int32)  # [num_resumed]; with n == 1 only
+    max_tokens: int
+    sampling: SamplingParams
+    seed: int | None = None  # drawn when None; takes the place of sampling.seed
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str: bool = False
+    skip_special_tokens: bool = True
+    with_text: bool = True
+    max_drafts: int | None = None
+    priority: int = 0
+    timeout_s: float | None = None
+    cache_salt: str = ""
+    tenant: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One open request: its choices and its only reader."""
+
+    request: TextRequest
+    seed: int
+    deadline_s: float | None  # on the loop's clock
+    choices: list[Choice] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    error: StreamError | None = None
+
+    def fail(self, error: StreamError) -> None:
+        """The first error ends the stream after what is already ready."""
+        self.error = self.error or error
+        self.ready.set()
+
+
+class FrontEnd:
+    """The streams of one front end. Everything runs on one event loop."""
+
+    def __init__(
+        self,
+        link: SchedulerLink,
+        *,
+        name: str = "front",
+        tokenizer: Tokenizer | None = None,
+        gap_timeout_s: float = GAP_TIMEOUT_S,
+    ) -> None:
+        self.name = name
+        self._link = link
+        self._tokenizer = tokenizer
+        self._gap_timeout_s = gap_timeout_s
+        self._life: int | None = None
+        self._ended_lives: set[int] = set()
+        self._in_order: InOrder[Sequence[Delivered]] = InOrder()
+        self._gap_timer: asyncio.TimerHandle | None = None
+        self._calls: dict[str, Call] = {}  # by request id
+        self._open: dict[int, tuple[Call, Choice]] = {}  # by stream number of the attempt subscribed to
+        self._links_busy: dict[str, asyncio.Task[None]] = {}  # scheduler request id -> last word about it
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._call_closed = asyncio.Event()
+        self._next_stream = 0
+        self._num_started = 0
+        self._num_resubmissions = 0
+        self._num_stale_tokens = 0
+
+    # ---- for the services ----
+
+    def open(self, request: TextRequest) -> Call:
+        """Submits a request. Raises StreamError ALREADY_EXISTS when its id is open here."""
+        self._make_room(request)
+        seed = request.seed if request.seed is not None else secrets.randbits(64)
+        now_s = asyncio.get_running_loop().time()
+        deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
+        call = Call(request, seed, deadline_s)
+        self._calls[request.request_id] = call
+        self._num_started += 1
+        for index in range(request.n):
+            choice = Choice(self._choice_request(call, index), index=index, text=self._output_text(request))
+            call.choices.append(choice)
+            if choice.stopped:  # the tokens it resumes from already end it
+                choice.end_here(FinishReason.STOP)
+                call.ready.set()
+            else:
+                self._open[choice.request.stream] = call, choice
+                self._submit(call, choice)
+        return call
+
+    async def outputs(self, call: Call) -> AsyncGenerator[Output, None]:
+        """What becomes ready, one message per choice and wake-up, until every choice is closed.
+
+        Raises StreamError. Leaving early cancels the request in the scheduler.
+        """
+        try:
+            while not all(choice.closed for choice in call.choices):
+                await call.ready.wait()
+                call.ready.clear()
+                for choice in call.choices:
+                    output = choice.read()
+                    if output is not None:
+                        yield output
+                if call.error is not None:
+                    raise call.error
+        finally:
+            self._close(call)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends an open request with the reason "abort", here and in the scheduler; False if it is not open."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return False
+        cancels = [self._cancel(choice) for choice in self._unfinished(call)]
+        for choice in self._unfinished(call):
+            self._open.pop(choice.request.stream, None)
+            choice.end_here()
+        call.ready.set()
+        await asyncio.gather(*map(asyncio.shield, cancels))
+        return True
+
+    async def preempt(self, request_id: str) -> None:
+        """Takes a request off its worker, all its choices; unknown ids are fine."""
+        call = self._calls.get(request_id)
+        names = [choice.request.request_id for choice in self._unfinished(call)] if call else [request_id]
+        await asyncio.gather(*map(self._link.preempt, names))
+
+    async def reset_prefix_cache(self, *, reset_running: bool) -> None:
+        """Empties the scheduler's prefix cache."""
+        await self._link.reset_prefix_cache(reset_running)
+
+    async def scheduler_stats(self) -> dict[str, object]:
+        """The scheduler's counters. Raises ConnectionError when it cannot be reached."""
+        return await self._link.stats()
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests whose stream has not ended."""
+        return len(self._calls)
+
+    def stats(self) -> dict[str, object]:
+        """This front end's own counters."""
+        return {
+            "name": self.name,
+            "num_open_requests": self.num_open_requests,
+            "num_requests": self._num_started,
+            "num_resubmissions": self._num_resubmissions,
+            "num_stale_tokens": self._num_stale_tokens,
+        }
+
+    async def drained(self) -> None:
+        """Returns when no stream is open."""
+        while self._calls:
+            self._call_closed.clear()
+            await self._call_closed.wait()
+
+    async def close(self) -> None:
+        """Fails every open stream and waits for what is being said to the scheduler."""
+        self.scheduler_lost("the front end is shutting down")
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+        await self.drained()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- for the scheduler's side ----
+
+    def deliver(self, seq: int, commands: Sequence[Delivered], life: int = 0) -> None:
+        """Commands for this front end: the `seq`-th delivery of this scheduler life, in any order."""
+        if life in self._ended_lives:
+            return
+        if self._life is None:
+            self._life = life
+        elif life != self._life:
+            self.scheduler_restarted(life)
+        for delivery in self._in_order.accept(seq, commands):
+            self._apply(delivery)
+        self._watch_gap()
+
+    def scheduler_restarted(self, life: int) -> None:
+        """A new scheduler knows nothing: every open stream is submitted again, once per life."""
+        if life == self._life or life in self._ended_lives:
+            return
+        if self._life is not None:
+            self._ended_lives.add(self._life)
+        self._life = life
+        self._in_order = InOrder()
+        self._resubmit_all()
+
+    def scheduler_lost(self, message: str) -> None:
+        """There is no hope for the scheduler: every open stream ends with UNAVAILABLE."""
+        for call in self._calls.values():
+            call.fail(StreamError("UNAVAILABLE", message))
+
+    # ---- commands ----
+
+    def _apply(self, commands: Iterable[Delivered]) -> None:
+        for command in commands:
+            match command:
+                case EmitTokens():
+                    self._on_emit_tokens(command)
+                case FinishRequest():
+                    self._on_finish(command)
+                case RejectRequest():
+                    self._on_reject(command)
+
+    def _on_emit_tokens(self, command: EmitTokens) -> None:
+        logprobs = {row.row_index: row for row in command.logprobs}
+        token_ids = command.token_ids.tolist()
+        start = 0
+        rows = zip(
+            command.streams.tolist(),
+            command.attempts.tolist(),
+            command.offsets.tolist(),
+            command.num_tokens.tolist(),
+            strict=True,
+        )
+        for row, (stream, attempt, offset, count) in enumerate(rows):
+            run, start = token_ids[start : start + count], start + count
+            call, choice = self._subscribed(stream, attempt) or (None, None)
+            if call is None or choice is None or choice.stopped:
+                self._num_stale_tokens += count
+                continue
+            match choice.take(offset, run, logprobs.get(row)):
+                case Taken.NEW:
+                    call.ready.set()
+                case Taken.GAP:
+                    self._resubmit(call, choice)
+                case Taken.STOPPED:
+                    self._stop(call, choice)
+                case Taken.NOTHING_NEW:
+                    self._num_stale_tokens += count
+
+    def _on_finish(self, command: FinishRequest) -> None:
+        call, choice = self._subscribed(command.stream, command.attempt) or (None, None)
+        if call is None or choice is None:
+            return
+        if command.num_output_tokens > choice.num_tokens and not choice.stopped:
+            self._resubmit(call, choice)  # tokens before this end were lost
+            return
+        del self._open[command.stream]
+        if command.reason is FinishReason.ERROR and not choice.stopped:
+            call.fail(StreamError("INTERNAL", command.message or "the request failed"))
+        elif command.reason is FinishReason.DEADLINE and not choice.stopped:
+            call.fail(StreamError("DEADLINE_EXCEEDED", "the deadline passed"))
+        else:
+            choice.end(command)
+            call.ready.set()
+
+    def _on_reject(self, command: RejectRequest) -> None:
+        call, choice = self._subscribed(command.stream, command.attempt) or (None, None)
+        if call is None or choice is None:
+            return
+        del self._open[command.stream]
+        call.fail(StreamError(command.code.value, command.message, command.retry_after_ms))
+
+    def _subscribed(self, stream: int, attempt: int) -> tuple[Call, Choice] | None:
+        found = self._open.get(stream)
+        return found if found is not None and found[1].request.attempt == attempt else None
+
+    def _stop(self, call: Call, choice: Choice) -> None:
+        """A stop string: the scheduler is told, and its answer brings the counts of the last message."""
+        self._cancel(choice)
+        call.ready.set()
+        loop = asyncio.get_running_loop()
+        loop.call_later(COUNTS_TIMEOUT_S, self._stop_without_counts, call, choice)
+
+    def _stop_without_counts(self, call: Call, choice: Choice) -> None:
+        if choice.finish is None:
+            self._open.pop(choice.request.stream, None)
+            choice.end_here(FinishReason.STOP)
+            call.ready.set()
+
+    # ---- repair ----
+
+    def _watch_gap(self) -> None:
+        if not self._in_order.waits:
+            if self._gap_timer is not None:
+                self._gap_timer.cancel()
+            self._gap_timer = None
+        elif self._gap_timer is None:
+            loop = asyncio.get_running_loop()
+            self._gap_timer = loop.call_later(self._gap_timeout_s, self._skip_gap)
+
+    def _skip_gap(self) -> None:
+        """A delivery is lost for good, and with it tokens or ends of any stream."""
+        self._gap_timer = None
+        for delivery in self._in_order.skip_gap():
+            self._apply(delivery)
+        self._resubmit_all()
+        self._watch_gap()
+
+    def _resubmit_all(self) -> None:
+        for call, choice in list(self._open.values()):
+            if choice.stopped:
+                self._stop_without_counts(call, choice)
+            else:
+                self._resubmit(call, choice)
+
+    def _resubmit(self, call: Call, choice: Choice) -> None:
+        del self._open[choice.request.stream]
+        if choice.num_resubmissions + 1 >= MAX_RESUBMISSIONS:
+            call.fail(StreamError("UNAVAILABLE", f"tokens were lost {MAX_RESUBMISSIONS} times"))
+            return
+        self._num_resubmissions += 1
+        request = choice.next_attempt(self._new_stream())
+        self._open[request.stream] = call, choice
+        self._submit(call, choice)
+
+    # ---- what is said to the scheduler: about one request, one thing after the other ----
+
+    def _submit(self, call: Call, choice: Choice) -> None:
+        request = choice.request
+
+        async def submit() -> None:
+            timeout_s = None
+            if call.deadline_s is not None:
+                timeout_s = call.deadline_s - asyncio.get_running_loop().time()
+                if timeout_s <= 0:
+                    call.fail(StreamError("DEADLINE_EXCEEDED", "the deadline passed"))
+                    return
+            try:
+                await self._link.submit(request, timeout_s)
+            except SchedulerUnavailable:
+                pass  # the stream waits for scheduler_restarted or scheduler_lost
+            except Exception as error:
+                call.fail(StreamError("UNAVAILABLE", f"the scheduler did not take the request: {error}"))
+
+        self._say(request.request_id, submit())
+
+    def _cancel(self, choice: Choice) -> asyncio.Task[None]:
+        request = choice.request
+
+        async def cancel() -> None:
+            with suppress(ConnectionError):  # a scheduler that is gone has forgotten the request too
+                await self._link.cancel(request.request_id, request.attempt)
+
+        return self._say(request.request_id, cancel())
+
+    def _say(self, request_id: str, words: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Calls to the scheduler may overtake each other, so each waits for the one before it."""
+        before = self._links_busy.get(request_id)
+
+        async def after() -> None:
+            if before is not None:
+                await asyncio.wait({before})
+            await words
+
+        task = asyncio.get_running_loop().create_task(after())
+        self._links_busy[request_id] = task
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._said(request_id, done))
+        return task
+
+    def _said(self, request_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._links_busy.get(request_id) is task:
+            del self._links_busy[request_id]
+        if not task.cancelled():
+            task.exception()
+
+    # ---- opening and closing ----
+
+    def _make_room(self, request: TextRequest) -> None:
+        old = self._calls.get(request.request_id)
+        if old is None:
+            return
+        if request.attempt <= old.request.attempt:
+            raise StreamError("ALREADY_EXISTS", f"request_id {request.request_id!r} is alive")
+        for choice in self._unfinished(old):
+            self._open.pop(choice.request.stream, None)
+        old.fail(StreamError("ABORTED", f"attempt {request.attempt} of request_id {request.request_id!r} took over"))
+
+    def _close(self, call: Call) -> None:
+        for choice in self._unfinished(call):
+            # An attempt that is no longer subscribed to ended by itself or was replaced.
+            if self._open.pop(choice.request.stream, None) is not None and not choice.stopped:
+                self._cancel(choice)
+        if self._calls.get(call.request.request_id) is call:
+            del self._calls[call.request.request_id]
+        self._call_closed.set()
+
+    @staticmethod
+    def _unfinished(call: Call) -> Iterator[Choice]:
+        return (choice for choice in call.choices if choice.finish is None)
+
+    def _choice_request(self, call: Call, index: int) -> Request:
+        request = call.request
+        alone = request.n == 1
+        return Request(
+            request_id=request.request_id if alone else f"{request.request_id}#{index}",
+            attempt=request.attempt * MAX_RESUBMISSIONS,
+            front_end=self.name,
+            stream=self._new_stream(),
+            prompt_token_ids=request.prompt_token_ids,
+            resume_token_ids=request.resume_token_ids,
+            max_tokens=request.max_tokens,
+            sampling=replace(request.sampling, seed=choice_seed(call.seed, index, request.n)),
+            max_drafts=request.max_drafts,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+        )
+
+    def _output_text(self, request: TextRequest) -> OutputText | None:
+        if self._tokenizer is None or not (request.with_text or request.stop):
+            return None
+        sampling = request.sampling
+        detokenizer = Detokenizer(
+            self._tokenizer,
+            prompt_token_ids=request.prompt_token_ids[-8:].tolist(),
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        return OutputText(
+            detokenizer,
+            stop=request.stop,
+            include_stop_str=request.include_stop_str,
+            min_tokens=sampling.min_tokens,
+            hidden_token_ids=() if request.include_stop_str else sampling.eos_token_ids + sampling.stop_token_ids,
+        )
+
+    def _new_stream(self) -> int:
+        self._next_stream += 1
+        return self._next_stream
+
+
+def choice_seed(seed: int, index: int, n: int) -> int:
+    """The seed of one of n choices, unsigned 64 bit: the request's own when there is only one."""
+    if n == 1:
+        return seed
+    return int.from_bytes(hashlib.sha256(struct.pack("<QI", seed, index)).digest()[:8], "little")

@@ -1,0 +1,113 @@
+"""The gRPC server of one front end: one port with both protocols, administration, health and reflection."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+from cluster import admin_service, inference_service, vllm_service
+from cluster.admin_service import AdminServicer
+from cluster.inference_service import InferenceServicer
+from cluster.serving import Serving, State
+from cluster.vllm_service import VllmServicer
+from protos import slipstream_pb2_grpc
+
+SERVICE_NAMES = (vllm_service.SERVICE_NAME, inference_service.SERVICE_NAME, admin_service.SERVICE_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Where to listen, and limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    max_receive_bytes: int = 16 << 20  # of one request; larger ones are RESOURCE_EXHAUSTED before they are read
+    max_pending_calls: int = 1 << 14  # new at the same moment; gRPC's default cancels some of a burst of 1,100
+    grace_s: float = 5.0  # for open streams when stopping
+
+
+class Server:
+    """Start it, mark it ready, stop it."""
+
+    def __init__(self, serving: Serving, config: ServerConfig | None = None) -> None:
+        self._serving = serving
+        self._config = config or ServerConfig()
+        self._health = health.aio.HealthServicer()
+        self._server: Any = None
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """host:port, once started."""
+        return f"{_bracketed(self._config.host)}:{self.port}"
+
+    async def start(self, *, ready: bool = True) -> int:
+        """Listens; the port. Requests are refused until ready. Raises ValueError when the port is taken."""
+        await self._report(serving=False)
+        self._server = grpc.aio.server(options=self._options())
+        slipstream_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
+        slipstream_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(self._serving), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflected = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, self._server)
+        address = f"{_bracketed(self._config.host)}:{self._config.port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ValueError(f"cannot listen on {address}: the port is in use or the host is not ours") from error
+        await self._server.start()
+        if ready:
+            await self.ready()
+        return self.port
+
+    async def ready(self) -> None:
+        """From now on requests are taken."""
+        self._serving.state = State.SERVING
+        await self._report(serving=True)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Refuses new requests, lets open streams end within the grace, then closes them with UNAVAILABLE."""
+        grace_s = self._config.grace_s if grace_s is None else grace_s
+        self._serving.state = State.DRAINING
+        await self._report(serving=False)
+        await self._drained(grace_s)
+        await self._serving.front_end.close()
+        if self._server is not None:
+            await self._server.stop(grace=min(grace_s, 1.0))
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
+
+    async def _drained(self, grace_s: float) -> None:
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._serving.front_end.drained()
+        except TimeoutError:
+            pass
+
+    async def _report(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        for name in ("", *SERVICE_NAMES):
+            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+
+    def _options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.so_reuseport", 0),  # or a second server would share the port in silence
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_receive_message_length", self._config.max_receive_bytes),
+            # Routers ping idle connections every 30 s.
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.server.max_pending_requests", self._config.max_pending_calls),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * self._config.max_pending_calls),
+        ]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,1 @@
+"""Slipstream's wire format: slipstream.proto and the stubs generated from it."""
