@@ -8,11 +8,9 @@ results; placement weights are documented at `placement_cost`.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from scheduler.blocks import extend_digests
 from scheduler.events import SchedulerConfig
-from scheduler.plan import PlanBuilder, PlannedRows, slots_needed
+from scheduler.plan import PlanBuilder, lookahead
 from scheduler.state import RequestState, WorkerState
 from scheduler.step import Arrival
 
@@ -89,37 +87,33 @@ def seat(
         state.num_cached_tokens = num_hit_tokens
     worker.pool.acquire(hit)
     worker.rows.num_published[state.row] = len(hit)
-    builder.arrivals.append(
-        Arrival(
-            row=state.row,
-            epoch=epoch,
-            request_id=state.request.request_id,
-            prompt_token_ids=state.token_ids[: state.num_prompt],
-            output_token_ids=state.token_ids[state.num_prompt : state.num_tokens],
-            num_computed_tokens=num_hit_tokens,
-            end=state.end,
-            namespace=worker.pool.namespace,
-            sampling=state.request.sampling,
-        )
+    arrival = Arrival(
+        row=state.row,
+        epoch=epoch,
+        request_id=state.request.request_id,
+        prompt_token_ids=state.token_ids[: state.num_prompt],
+        output_token_ids=state.token_ids[state.num_prompt : state.num_tokens],
+        num_computed_tokens=num_hit_tokens,
+        end=state.end,
+        namespace=worker.pool.namespace,
+        sampling=state.request.sampling,
     )
-    _plan_first_chunk(state, builder, hit, config)
+    _plan_first_chunk(state, arrival, builder, hit, config)
 
 
-def _plan_first_chunk(state: RequestState, builder: PlanBuilder, hit: list[int], config: SchedulerConfig) -> None:
+def _plan_first_chunk(
+    state: RequestState, arrival: Arrival, builder: PlanBuilder, hit: list[int], config: SchedulerConfig
+) -> None:
     """The first frame of an epoch: no drafts to verify, K to propose if it reaches the last token.
 
     The hit comes with the plan's block columns, before the blocks of this step.
     """
-    worker, num_hit_tokens = builder.worker, len(hit) * config.block_size
-    pending = state.num_tokens - num_hit_tokens
-    num_scheduled = min(pending, builder.budget)
-    samples = num_scheduled == pending
+    worker, start = builder.worker, arrival.num_computed_tokens
+    num_scheduled = min(state.num_tokens - start, builder.budget)
+    samples = start + num_scheduled == state.num_tokens
     wanted = min(state.max_drafts, worker.up.max_drafts)
     propose = max(min(wanted, state.end - state.num_tokens - 2), 0) if samples else 0
-    slots = slots_needed(
-        *(np.array([count], np.int32) for count in (num_hit_tokens + num_scheduled, propose, state.end))
-    )
-    blocks = hit + worker.pool.allocate(-(-int(slots[0]) // config.block_size) - len(hit))
+    slots = min(start + num_scheduled + lookahead(propose), state.end)
+    blocks = hit + worker.pool.allocate(-(-slots // config.block_size) - len(hit))
     worker.rows.append_blocks(state.row, blocks)
-    values = (state.row, num_scheduled, 0, int(samples), propose, len(blocks))
-    builder.add(PlannedRows(*(np.array([value], np.int32) for value in values)), blocks)
+    builder.admit(arrival, num_scheduled=num_scheduled, samples=samples, num_propose=propose, block_ids=blocks)

@@ -139,7 +139,8 @@ class BlockPool:
         assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))
         assert all(refs >= 0 for refs in self._refs)
         for digest, block in self._cached.items():
-            assert self._digest_of[block] == digest and self._is_cached(block), f"block {block} is cached as another"
+            assert self._digest_of[block] == digest, f"block {block} is cached as another"
+            assert self._is_cached(block)
 
     def _is_cached(self, block: int) -> bool:
         return self._digest_of[block] is not None and self._namespace_of[block] == self.namespace

@@ -70,7 +70,8 @@ def check_row(worker: WorkerState, row: int) -> None:
     ), f"{state.key}: IF, PH, live frames"
     num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
     if table.prefilling[row]:
-        assert num_computed <= num_tokens and reserved == 0
+        assert num_computed <= num_tokens
+        assert reserved == 0
     else:
         assert num_computed - reserved == num_tokens - 1, f"{state.key}: C={num_computed} PH={reserved} T={num_tokens}"
     assert num_tokens < int(table.end[row]), f"{state.key} should have ended"
@@ -88,7 +89,8 @@ def check_former(worker: WorkerState) -> None:
     assert {epoch: former.num_frames for epoch, former in worker.former.items()} == dict(frames)
     for epoch, former in worker.former.items():
         if former.kind is FrameKind.DELIVER:
-            assert former.state.epoch == epoch and former.state.worker is None
+            assert former.state.epoch == epoch
+            assert former.state.worker is None
             assert former.state.num_deliver_frames == former.num_frames
 
 
@@ -96,7 +98,7 @@ def check_queue(scheduler: "Scheduler") -> None:
     """Every live request is either running or waiting; the queue is in order."""
     waiting: list[RequestState] = scheduler.waiting
     keys = [state.order_key for state in waiting]
-    assert keys == sorted(keys) and len(set(keys)) == len(keys)
+    assert keys == sorted(set(keys)), "the queue is out of order"
     assert all(state.worker is None for state in waiting)
     running = [s for worker in scheduler.workers.values() for s in worker.rows.states if s is not None]
     assert {id(state) for state in scheduler.requests.values()} == {id(state) for state in [*waiting, *running]}

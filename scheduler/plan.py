@@ -8,12 +8,15 @@ waiting requests or messages.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
 from scheduler.step import Arrival, Int32Array, StepPlan
+
+Count = TypeVar("Count", int, Int32Array)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,13 +47,23 @@ class PlanBuilder:
     parts: list[PlannedRows] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
+    admitted: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # PLANNED_COLUMNS of each
     weights: str | None = None
     closed: bool = False  # a plan that preempted admits nobody
 
     @property
     def is_empty(self) -> bool:
         """Whether the worker need not hear of it."""
-        return not (self.parts or self.weights or self.worker.released)
+        return not (self.parts or self.admitted or self.weights or self.worker.released)
+
+    def admit(
+        self, arrival: Arrival, *, num_scheduled: int, samples: bool, num_propose: int, block_ids: list[int]
+    ) -> None:
+        """Add the first chunk of a row that was seated just now. All of them are moved at once, by seal()."""
+        self.arrivals.append(arrival)
+        self.admitted.append((arrival.row, num_scheduled, 0, int(samples), num_propose, len(block_ids)))
+        self.block_ids += block_ids
+        self.budget -= num_scheduled
 
     def add(self, planned: PlannedRows, block_ids: list[int]) -> None:
         """Put rows into the step and move their counters: C += n, PH += reserved."""
@@ -62,13 +75,14 @@ class PlanBuilder:
         table.num_live[rows] += sampled
         table.prefilling[rows] &= ~sampled
         table.num_proposed[rows[sampled]] = planned.num_propose[sampled]
-        self.budget -= int(planned.num_scheduled.sum())
         self.parts.append(planned)
-        self.block_ids.extend(block_ids)
+        self.block_ids += block_ids
 
     def seal(self, now_ns: int) -> StepPlan:
         """Number the step and put it in flight."""
         worker = self.worker
+        if self.admitted:
+            self.add(PlannedRows(*np.array(self.admitted, np.int32).T), [])
         rows, num_scheduled, num_drafts, reserved, num_propose, num_new_blocks = (
             np.concatenate([getattr(part, name) for part in self.parts] or [NO_ROWS]) for name in PLANNED_COLUMNS
         )
@@ -115,6 +129,7 @@ def plan_running(
         return
     if len(keep) < len(planned.rows):
         planned = planned.take(keep)
+    builder.budget -= int(planned.num_scheduled.sum())
     builder.add(planned, allocate_blocks(worker, planned))
 
 
@@ -149,16 +164,16 @@ def _with_blocks(
     samples = (num_scheduled >= pending) & (num_scheduled > 0)
     num_drafts = np.where(samples, num_scheduled - pending, 0)
     num_propose = np.where(samples, np.maximum(np.minimum(wanted, room - 2), 0), 0)
-    upper = slots_needed(table.num_computed[rows] + num_scheduled, num_propose, table.end[rows])
+    upper = np.minimum(table.num_computed[rows] + num_scheduled + lookahead(num_propose), table.end[rows])
     blocks = np.maximum(-(-upper // block_size) - table.num_blocks[rows], 0)
     columns = (num_scheduled, num_drafts, np.where(samples, num_drafts + 1, 0), num_propose)
     new_blocks = np.where(num_scheduled > 0, blocks, 0)
     return PlannedRows(rows, *(column.astype(np.int32, copy=False) for column in (*columns, new_blocks)))
 
 
-def slots_needed(upper: Int32Array, lookahead: Int32Array, end: Int32Array) -> Int32Array:
-    """KV slots for a step: what it computes and the drafts it proposes for the next, never past the end."""
-    return np.asarray(np.minimum(upper + lookahead, end))
+def lookahead(num_propose: Count) -> Count:
+    """Slots beyond what a step computes: the drafter writes the KV of the drafts it proposes for the next."""
+    return num_propose
 
 
 def allocate_blocks(worker: WorkerState, planned: PlannedRows) -> list[int]:
@@ -196,6 +211,7 @@ def _plan_scarce(
             builder.closed = True
             last -= 1
         if last >= index and one.num_scheduled[0] > 0 and one.num_new_blocks[0] <= worker.pool.num_free:
+            builder.budget -= int(one.num_scheduled[0])
             builder.add(one, allocate_blocks(worker, one))
         index += 1
 
