@@ -7,6 +7,7 @@ a confirmed one. Knows nothing about the KV's numbers.
 """
 
 import os
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +50,20 @@ def _mixed(values: UInt64Array) -> UInt64Array:
     return values ^ (values >> np.uint64(31))
 
 
+class Belief(NamedTuple):
+    """What one epoch believes its slots hold."""
+
+    hashes: UInt64Array  # [>= stop] of tokens 0..i, as of its last step
+    num_confirmed: int  # leading hashes that are of confirmed tokens
+
+
 class KVSanitizer:
     """The shadow of one worker's pool."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._shadow = np.full(num_blocks * block_size, EMPTY)
-        self._believed: dict[int, UInt64Array] = {}  # epoch -> hashes of the tokens in the row's columns
+        self._believed: dict[int, Belief] = {}  # by epoch
 
     def reset(self) -> None:
         """The pool counts as empty and nobody is resident."""
@@ -79,7 +87,7 @@ class KVSanitizer:
     def check(self, row: RowState, stop: int) -> None:
         """Raises KVViolation unless every slot the row reads (positions below `stop`) holds its own tokens."""
         slots = self._slots(row, 0, stop)
-        wrong = np.flatnonzero(self._shadow[slots] != self._believed[row.epoch][:stop])
+        wrong = np.flatnonzero(self._shadow[slots] != self._believed[row.epoch].hashes[:stop])
         if len(wrong) == 0:
             return
         position = int(wrong[0])
@@ -96,14 +104,17 @@ class KVSanitizer:
         return blocks * self._block_size + positions % self._block_size
 
     def _believe(self, row: RowState, stop: int) -> UInt64Array:
-        """Hashes of positions below `stop`; those of computed tokens are known since they were written."""
+        """Hashes of the row's tokens below `stop`. Only those of confirmed tokens are remembered: a draft's
+        hash must not outlive the draft, or a rejected one taken for confirmed would go unnoticed."""
         token_ids = row.table.token_ids[row.row, :stop]
         known = self._believed.get(row.epoch)
-        start = 0 if known is None else row.num_computed_tokens
-        if start == 0 or known is None:
+        start = 0 if known is None else min(known.num_confirmed, stop)
+        if known is None or start == 0:
             hashes = prefix_hashes(row.namespace, token_ids)
         else:
-            hashes = known if len(known) >= stop else np.concatenate((known, np.empty(stop, np.uint64)))
+            hashes = known.hashes
+            if len(hashes) < stop:
+                hashes = np.concatenate((hashes, np.empty(stop, np.uint64)))
             hashes[start:stop] = _extended(hashes[start - 1], token_ids[start:], start)
-        self._believed[row.epoch] = hashes
+        self._believed[row.epoch] = Belief(hashes, min(stop, row.num_tokens))
         return hashes
