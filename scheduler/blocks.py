@@ -74,14 +74,15 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take the `count` longest idle blocks; what they cached is forgotten."""
         assert count <= len(self._free), "allocate() without asking num_free first"
-        free, refs, digest_of = self._free, self._refs, self._digest_of
-        taken = []
-        for _ in range(count):
-            block = free.popitem(last=False)[0]
-            if digest_of[block] is not None:
-                self._forget(block)
+        popitem, refs, digest_of = self._free.popitem, self._refs, self._digest_of
+        taken = [popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
             refs[block] = 1
-            taken.append(block)
+            digest = digest_of[block]
+            if digest is not None:
+                if self._namespace_of[block] == self.namespace:
+                    del self._cached[digest]
+                digest_of[block] = None
         return taken
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
@@ -108,21 +109,20 @@ class BlockPool:
     def publish(self, block: int, digest: bytes) -> None:
         """Let a used block be found under its digest. The first block published under one stays."""
         assert self._refs[block] > 0, "a free block has nothing to publish"
-        if digest in self._cached or self._is_cached(block):
+        if self._is_cached(block) or self._cached.setdefault(digest, block) != block:
             return
-        self._cached[digest] = block
         self._digest_of[block] = digest
         self._namespace_of[block] = self.namespace
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each, last first, so that a prefix outlives its continuation."""
-        free, refs = self._free, self._refs
+        free, refs, digest_of = self._free, self._refs, self._digest_of
         for block in reversed(blocks):
-            refs[block] -= 1
-            assert refs[block] >= 0, f"block {block} released twice"
-            if refs[block] == 0:
+            left = refs[block] = refs[block] - 1
+            assert left >= 0, f"block {block} released twice"
+            if left == 0:
                 free[block] = None
-                if not self._is_cached(block):
+                if digest_of[block] is None or self._namespace_of[block] != self.namespace:
                     free.move_to_end(block, last=False)  # nothing to remember: first to go
 
     def reset(self) -> None:
@@ -144,10 +144,3 @@ class BlockPool:
 
     def _is_cached(self, block: int) -> bool:
         return self._digest_of[block] is not None and self._namespace_of[block] == self.namespace
-
-    def _forget(self, block: int) -> None:
-        digest = self._digest_of[block]
-        assert digest is not None
-        if self._namespace_of[block] == self.namespace:
-            del self._cached[digest]
-        self._digest_of[block] = None

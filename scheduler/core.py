@@ -413,10 +413,9 @@ class Scheduler:
         self._count_step(result)
         messages = self._errors(step, result)
         live = is_live(step)
-        converted = np.setdiff1d(np.arange(len(step.kind)), live) if step.num_converted else NO_INDEX
+        converted = np.flatnonzero(step.kind != FrameKind.LIVE) if step.num_converted else NO_INDEX
         if messages:
-            failing = [int(index) for index in live if int(index) in messages]
-            live = np.setdiff1d(live, np.array(failing, np.intp))
+            live = live[np.isin(live, list(messages), invert=True)]
         if len(live):
             committed = commit_live(worker, step, result, live, self.counters, self.config)
             self._emit(worker, committed, result)
