@@ -57,7 +57,7 @@ def check_row(worker: WorkerState, row: int) -> None:
     assert (state.worker, state.row, state.epoch) == (worker, row, int(table.epoch[row]))
     scheduled = reserved = live = 0
     for step in worker.in_flight.values():
-        index = step.row_of(state.epoch)
+        index = step.index_of(row, state.epoch)
         if index is not None:
             assert step.kind[index] == FrameKind.LIVE, "a running epoch has only live frames"
             scheduled += int(step.plan.num_scheduled[index])

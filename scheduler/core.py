@@ -259,7 +259,7 @@ class Scheduler:
         if worker is not None:
             worker.pool.release(worker.rows.vacate(state.row))
             worker.released.append(state.epoch)
-            state.worker, state.row = None, -1
+            state.worker = None
         elif state.num_deliver_frames and kind is FrameKind.DROP:
             worker = state.former_worker
             assert worker is not None
@@ -267,7 +267,7 @@ class Scheduler:
             state.num_deliver_frames = 0
         else:
             return
-        num_frames, num_reserved = convert_frames(worker, state.epoch, kind)
+        num_frames, num_reserved = convert_frames(worker, state.row, state.epoch, kind)
         if num_frames == 0:
             return
         worker.former[state.epoch] = FormerEpoch(state=state, kind=kind, num_frames=num_frames, reason=reason)

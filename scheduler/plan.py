@@ -103,7 +103,10 @@ class PlanBuilder:
             block_ids=np.array(self.block_ids, np.int32),
         )
         worker.released.clear()
-        worker.in_flight[plan.step_seq] = Step(plan=plan, sent_ns=now_ns, kind=np.zeros(len(rows), np.int8))
+        index_of_row = np.full(worker.rows.max_rows, -1, np.int32)
+        index_of_row[rows] = np.arange(len(rows))
+        kind = np.zeros(len(rows), np.int8)
+        worker.in_flight[plan.step_seq] = Step(plan=plan, sent_ns=now_ns, kind=kind, index_of_row=index_of_row)
         worker.next_step_seq += 1
         return plan
 
@@ -225,11 +228,11 @@ def _without_drafts(worker: WorkerState, one: PlannedRows, block_size: int) -> P
     return _with_blocks(worker, one.rows, num_scheduled, pending, none, none, block_size)
 
 
-def convert_frames(worker: WorkerState, epoch: int, to: FrameKind) -> tuple[int, int]:
+def convert_frames(worker: WorkerState, row: int, epoch: int, to: FrameKind) -> tuple[int, int]:
     """Frames in flight of an epoch stop being what they were. Returns (frames, tokens reserved by them)."""
     num_frames = num_reserved = 0
     for step in worker.in_flight.values():
-        index = step.row_of(epoch)
+        index = step.index_of(row, epoch)
         if index is not None:
             step.num_converted += step.kind[index] == FrameKind.LIVE
             step.kind[index] = to

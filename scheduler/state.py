@@ -55,7 +55,7 @@ class RequestState:
         self.root = root_digest(request.cache_salt)
         self.digests: list[bytes] = []
         self.worker: WorkerState | None = None
-        self.row = -1
+        self.row = -1  # the row of its epoch, also after it has left it
         self.epoch = 0
         self.former_worker: WorkerState | None = None  # where its deliver frames fly
         self.num_deliver_frames = 0  # of an epoch left behind; planned again only at 0
@@ -99,12 +99,13 @@ class Step:
     plan: StepPlan
     sent_ns: int
     kind: NDArray[np.int8]
+    index_of_row: Int32Array  # [max_rows] index of the worker's row in this step, -1: not planned
     num_converted: int = 0  # rows that are no longer live
 
-    def row_of(self, epoch: int) -> int | None:
-        """Index of an epoch's frame in this step."""
-        found = np.flatnonzero(self.plan.epochs == epoch)
-        return int(found[0]) if len(found) else None
+    def index_of(self, row: int, epoch: int) -> int | None:
+        """Index of an epoch's frame in this step; the row may be another epoch's by now."""
+        index = int(self.index_of_row[row])
+        return index if index >= 0 and self.plan.epochs[index] == epoch else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
