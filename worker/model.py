@@ -1,62 +1,202 @@
 """A lean forward for the Llama family over a paged KV pool.
 
-Knows nothing about requests, sampling or steps: a Batch in, hidden states and logits out.
+A Batch in, hidden states and logits out. On the CPU every row's numbers are bitwise the same in any company
+(worker.linear and worker.attention say how). Knows nothing about requests, sampling or steps.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
-from worker.attention import AttentionBackend, KVCache
+from worker.architecture import ModelConfig, read_config
+from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
+from worker.linear import Linear, padded_rows
+from worker.rope import Rope, rotate
+from worker.weights import random_weights, read_weights, weights_hash
+
+__all__ = ["Model", "ModelConfig", "load_model", "random_model"]
+
+ATTENTIONS = ("cpu", "triton")
+DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The numbers of one architecture. Names follow the checkpoint's config.json, shortened."""
+class RMSNorm:
+    """Root-mean-square norm with float32 sums and a float32 weight."""
 
-    architecture: str = "LlamaForCausalLM"
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = True
-    attention_bias: bool = False  # q, k and v
-    qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3)
-    sliding_window: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    def __init__(self, weight: torch.Tensor, *, eps: float, dtype: torch.dtype) -> None:
+        """weight: [size]; dtype: of the output."""
+        size = weight.shape[0]
+        self._weight = weight.float() * size**0.5
+        self._eps = eps * size
+        self._dtype = dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., size] of any type, [..., size] in the norm's own."""
+        # x / sqrt(mean(x^2) + eps) with the mean's divisor moved into weight and eps.
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = scale.square_().add_(self._eps).rsqrt_()
+        return (x * scale).mul_(self._weight).to(self._dtype)
+
+
+class Layer:
+    """One decoder layer: attention and a gated MLP around a float32 residual stream."""
+
+    def __init__(self, index: int, weights: Mapping[str, torch.Tensor], config: ModelConfig, dtype: torch.dtype) -> None:
+        """weights: of the whole model, in `dtype` and on its device."""
+        prefix = f"model.layers.{index}."
+        layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+        self._index = index
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim, self._intermediate_size = config.head_dim, config.intermediate_size
+        self._input_norm = RMSNorm(layer["input_layernorm.weight"], eps=config.rms_norm_eps, dtype=dtype)
+        self._qkv = _fused(layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self._output = _fused(layer, "self_attn.o_proj")
+        self._mlp_norm = RMSNorm(layer["post_attention_layernorm.weight"], eps=config.rms_norm_eps, dtype=dtype)
+        self._gate_up = _fused(layer, "mlp.gate_proj", "mlp.up_proj")
+        self._down = _fused(layer, "mlp.down_proj")
+        self._head_norms: tuple[RMSNorm, RMSNorm] | None = None
+        if config.qk_norm:
+            query_norm, key_norm = (
+                RMSNorm(layer[f"self_attn.{name}_norm.weight"], eps=config.rms_norm_eps, dtype=dtype) for name in "qk"
+            )
+            self._head_norms = query_norm, key_norm
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """Its matrix products by name."""
+        return {"qkv": self._qkv, "output": self._output, "gate_up": self._gate_up, "down": self._down}
+
+    def __call__(
+        self,
+        residual: torch.Tensor,  # [rows, hidden_size] float32, added to in place
+        cos: torch.Tensor,  # [rows, 1, head_dim] float32
+        sin: torch.Tensor,  # same
+        attention: AttentionBackend,
+        batch: Batch,  # its tokens are the first rows; the others are padding
+    ) -> None:
+        """Add what this layer has to say about each token."""
+        attended = self._attend(self._qkv(self._input_norm(residual)), cos, sin, attention, batch)
+        residual.add_(self._output(attended))
+        gate, up = self._gate_up(self._mlp_norm(residual)).split(self._intermediate_size, -1)
+        residual.add_(self._down(F.silu(gate).mul_(up)))
+
+    def _attend(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionBackend, batch: Batch
+    ) -> torch.Tensor:
+        rows, num_tokens = qkv.shape[0], batch.token_ids.shape[0]
+        num_turned = self._num_heads + self._num_kv_heads
+        heads = qkv.view(rows, num_turned + self._num_kv_heads, self._head_dim)
+        turned = heads[:, :num_turned]
+        if self._head_norms is not None:
+            query_norm, key_norm = self._head_norms
+            query, key = turned.split((self._num_heads, self._num_kv_heads), 1)
+            turned = torch.cat((query_norm(query), key_norm(key)), 1)
+        turned = rotate(turned, cos, sin)[:num_tokens]
+        query, key = turned.split((self._num_heads, self._num_kv_heads), 1)
+        out = attention(query, key, heads[:num_tokens, num_turned:], self._index, batch)
+        out = out.reshape(num_tokens, -1)
+        return out if rows == num_tokens else F.pad(out, (0, 0, 0, rows - num_tokens))
 
 
 class Model:
     """One loaded model and its KV pool."""
 
-    config: ModelConfig
-    kv_cache: KVCache
-    attention: AttentionBackend
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: str,
+        attention: str,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int | None = None,
+    ) -> None:
+        """weights: as `worker.weights.expected_shapes` names them, of any floating type."""
+        _check_choices(config, dtype=dtype, device=device, attention=attention)
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.weights_hash = weights_hash(weights)
+        weights = {name: tensor.to(self.device, dtype) for name, tensor in weights.items()}
+        self.kv_cache = KVCache(
+            num_layers=config.num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+        self.attention = _attention_backend(attention, self.kv_cache, config)
+        self.rope = Rope(
+            config.rope,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            max_model_len=max_model_len or config.max_position_embeddings,
+            device=device,
+        )
+        self._embedding = weights["model.embed_tokens.weight"]
+        self._layers = [Layer(index, weights, config, dtype) for index in range(config.num_layers)]
+        self._norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps, dtype=dtype)
+        self._head = Linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"])
 
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """Every matrix product of the model by name."""
+        named = {f"layers.{i}.{name}": linear for i, layer in enumerate(self._layers) for name, linear in layer.linears.items()}
+        return named | {"lm_head": self._head}
+
+    @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm; writes this step's KV."""
-        raise NotImplementedError
+        num_tokens = batch.token_ids.shape[0]
+        padding = padded_rows(num_tokens) - num_tokens
+        self.attention.prepare(batch)
+        cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
+        residual = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding).float()
+        for layer in self._layers:
+            layer(residual, cos, sin, self.attention, batch)
+        return self._norm(residual)[:num_tokens]
 
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, vocab_size] float32 of hidden states [n, hidden_size]."""
-        raise NotImplementedError
+        return self._head(hidden).float()
 
 
 def load_model(
-    directory: Path, *, dtype: torch.dtype, device: str, attention: str, num_blocks: int, block_size: int
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    attention: str,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int | None = None,
 ) -> Model:
-    """A model from a Hugging Face directory. `ValueError` names the file, tensor or setting that is wrong."""
-    raise NotImplementedError
+    """A model from a Hugging Face directory.
+
+    max_model_len fixes RoPE scalings that depend on the length of a sequence; the default is the
+    checkpoint's max_position_embeddings. ValueError names the file, tensor or setting that is wrong.
+    """
+    config = read_config(directory)
+    return Model(
+        config,
+        read_weights(directory, config),
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
 
 
 def random_model(
@@ -68,6 +208,50 @@ def random_model(
     attention: str = "cpu",
     num_blocks: int,
     block_size: int,
+    max_model_len: int | None = None,
 ) -> Model:
     """A model of random weights whose next token depends on the whole context. For tests."""
-    raise NotImplementedError
+    return Model(
+        config,
+        random_weights(config, seed=seed),
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_model_len,
+    )
+
+
+def _fused(weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
+    """One product for several projections of the same input."""
+    biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+    return Linear(torch.cat([weights[f"{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
+
+
+def _check_choices(config: ModelConfig, *, dtype: torch.dtype, device: str, attention: str) -> None:
+    kind = torch.device(device).type
+    if kind not in DTYPES:
+        raise ValueError(f"device {device!r} is not supported; supported: {', '.join(DTYPES)}")
+    if dtype not in DTYPES[kind]:
+        raise ValueError(f"dtype {dtype} is not supported on {kind}; supported: {', '.join(map(str, DTYPES[kind]))}")
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention {attention!r} is unknown; known: {', '.join(ATTENTIONS)}")
+    if attention == "cpu" and kind != "cpu":
+        raise ValueError(f"attention cpu needs device cpu, not {device}")
+    if attention == "triton" and len(set(config.windows)) > 1:
+        raise ValueError("attention triton: layers with and without a sliding window in one model are not supported")
+
+
+def _attention_backend(name: str, kv_cache: KVCache, config: ModelConfig) -> AttentionBackend:
+    if name == "cpu":
+        return CpuAttention(kv_cache, num_heads=config.num_heads, windows=config.windows)
+    # Loaded only when asked for: it needs triton.
+    from worker.kernels.backend import TritonAttention
+
+    return TritonAttention(
+        kv_cache,
+        num_heads=config.num_heads,
+        sliding_window=config.windows[0] if config.windows else None,
+        row_invariant=kv_cache.key.device.type == "cpu",
+    )

@@ -1,0 +1,123 @@
+"""Matrix products whose rows do not depend on their company.
+
+A CPU kernel may choose its blocking, and with it the order of its sums, by the number of rows. So
+weights are packed once, rows come in counts from a fixed ladder, and a probe at load finds the largest
+count below which every row keeps its bits; more rows than that run as several tiles. On a GPU this is
+the vendor's matmul: rows may depend on their company there, and `tile` is None.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+ROW_UNIT = 4  # fewer rows take another code path: a GEMV, or a kernel for odd row counts
+PROBE_FLOPS = 8e9  # of the largest product tried by a probe: a fraction of a second
+MAX_TILE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTile:
+    """How one weight's products are cut, found by trying."""
+
+    rows: int  # most rows of one product; below it every row is bitwise the same in any company
+    exact: bool  # False: no row count was found exact
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next row count that is ever multiplied: multiples of 4 up to 64, of 16 up to 128, then of 32."""
+    if num_rows <= 64:
+        unit = ROW_UNIT
+    elif num_rows <= 128:
+        unit = 16
+    else:
+        unit = 32
+    return max(-(-num_rows // unit), 1) * unit
+
+
+def row_counts(max_rows: int) -> list[int]:
+    """Every row count up to max_rows that `padded_rows` can give."""
+    ladder = [*range(ROW_UNIT, 65, ROW_UNIT), *range(80, 129, 16), *range(160, MAX_TILE + 1, 32)]
+    return [rows for rows in ladder if rows <= max_rows]
+
+
+class Linear:
+    """`x @ weight.T + bias` with a fixed tile of rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """weight: [out_features, in_features], bias: [out_features]."""
+        self.out_features, self.in_features = weight.shape
+        self.tile: RowTile | None = None
+        self._bias = bias
+        self._is_packed = _can_pack(weight)
+        self._weight = weight
+        if weight.device.type == "cpu":
+            self._pack_and_probe(weight)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's bits are the same in any company."""
+        return self.tile is not None and self.tile.exact
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [num_rows, in_features], any count; [num_rows, out_features]."""
+        if self.tile is None:
+            return F.linear(x, self._weight, self._bias)
+        num_rows = x.shape[0]
+        padded = padded_rows(num_rows)
+        if padded != num_rows:
+            return self(F.pad(x, (0, 0, 0, padded - num_rows)))[:num_rows]
+        if num_rows <= self.tile.rows:
+            return self._product(x)
+        # padded_rows of what is left over: a tile is no multiple of every ladder step.
+        return torch.cat([self(rows) for rows in x.split(self.tile.rows)])
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return out
+        return F.linear(x, self._weight, self._bias)
+
+    def _pack_and_probe(self, weight: torch.Tensor) -> None:
+        """Pack for any row count; where that is exact for few rows only, try the packing for one row."""
+        if not self._is_packed:
+            self.tile = self._probe(weight.dtype)
+            return
+        best: RowTile | None = None
+        for hint in (None, 1):
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+            tile = self._probe(weight.dtype)
+            if best is None or tile.rows > best.rows:
+                best, packed = tile, self._weight
+            if tile.rows >= self._max_rows():
+                break
+        self.tile, self._weight = best, packed
+
+    def _max_rows(self) -> int:
+        affordable = PROBE_FLOPS / (2 * self.in_features * self.out_features)
+        return max(rows for rows in row_counts(MAX_TILE) if rows <= max(affordable, 32))
+
+    def _probe(self, dtype: torch.dtype) -> RowTile:
+        """The largest row count up to which all counts of the ladder give each row the same bits."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(self._max_rows(), self.in_features, generator=generator).to(dtype)
+        known = self._product(x[:ROW_UNIT])
+        if not torch.equal(self._product(x[:ROW_UNIT].flip(0)), known.flip(0)):
+            return RowTile(rows=ROW_UNIT, exact=False)
+        for rows in row_counts(self._max_rows())[1:]:
+            out = self._product(x[:rows])
+            num_known = known.shape[0]
+            moved = self._product(x[:rows].flip(0)).flip(0)
+            if not (torch.equal(out[:num_known], known) and torch.equal(moved, out)):
+                return RowTile(rows=num_known, exact=True)
+            known = out
+        return RowTile(rows=known.shape[0], exact=True)
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN has a packed product for this weight on this machine."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
