@@ -8,6 +8,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.config import ConfigError, ServeConfig
+from cluster.config import ServeConfig
+from cluster.errors import BringUpError, ConfigError
 from cluster.front_actor import FrontEndActor, FrontEndSpec
 from cluster.link import RayWorkerPort, one_line
 from cluster.local_ray import LocalRay
-from cluster.sizing import Sizes, num_cpus, size
-from scheduler.actor import SchedulerActor
+from cluster.sizing import num_cpus, size
+from scheduler.actor import Liveness, SchedulerActor
 from worker.actor import HEALTH_GROUP, WorkerActor, WorkerTraits
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -31,10 +33,6 @@ POLL_S = 0.2
 
 # Told what begins, and left when it has ended: `with phase("Loading 2 workers"): ...`
 Phase = Callable[[str], AbstractContextManager[object]]
-
-
-class BringUpError(RuntimeError):
-    """Something could not be started; all of it is stopped. The message is one line."""
 
 
 @contextlib.contextmanager
@@ -53,7 +51,7 @@ class Deployment:
         check_port_is_free(config.host, config.port)
         self.endpoints: list[str] = []  # HOST:PORT of each front end
         self._actors: list[ActorHandle[Any]] = []
-        self._front_ends: list[ActorHandle[FrontEndActor]] = []
+        self._front_ends: list[ActorHandle[Any]] = []
         self._placement: PlacementGroup | None = None
         with phase("Starting Ray on this machine"):
             num_workers = len(self.sizes.workers)
@@ -73,7 +71,7 @@ class Deployment:
 
     def wait(self, timeout_s: float) -> str | None:
         """Why a front end ended, if one did within the timeout."""
-        waits = [front_end.wait_until_closed.remote() for front_end in self._front_ends]
+        waits: list[Any] = [front_end.wait_until_closed.remote() for front_end in self._front_ends]
         ended, _ = ray.wait(waits, num_returns=1, timeout=timeout_s)
         if not ended:
             return None
@@ -102,75 +100,76 @@ class Deployment:
         workers = {spec.worker_id: self._start_worker(index) for index, spec in enumerate(self.sizes.workers)}
         front_ends = [self._start_front_end(index) for index in range(self.config.num_front_ends)]
         with phase(f"Loading {self.sizes.model_name} into {len(workers)} worker{'s' * (len(workers) > 1)}"):
+            loads = [front_end.load.remote() for front_end in front_ends]
             traits: list[WorkerTraits] = ray.get([worker.load.remote() for worker in workers.values()])
+            ray.get(loads)
         with phase("Starting the scheduler and the gRPC front end"):
             scheduler = self._start_scheduler(workers, traits)
-            ports = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])
+            ports: list[int] = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])
         self.endpoints = [f"{self.config.host}:{port}" for port in ports]
 
     def _place(self) -> PlacementGroup:
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self.sizes.device == "cuda" else {})
-        group = placement_group([bundle] * len(self.sizes.workers), strategy="PACK", name="workers", lifetime="detached")
+        bundles = [bundle] * len(self.sizes.workers)
+        group: PlacementGroup = placement_group(bundles, strategy="PACK", name="workers", lifetime="detached")
         try:
             ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
         except GetTimeoutError as error:
+            resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
             raise BringUpError(
-                f"no room for {len(self.sizes.workers)} workers of {bundle} each; the cluster has "
-                f"{ray.cluster_resources()}"
+                f"no room for {len(bundles)} workers of {bundle} each; the cluster has {resources}"
             ) from error
         return group
 
     def _start_worker(self, index: int) -> "ActorHandle[WorkerActor]":
         spec = self.sizes.workers[index]
-        assert self._placement is not None
-        actor = (
-            ray.remote(WorkerActor)
-            .options(
-                name=spec.worker_id,
-                lifetime="detached",
-                num_cpus=1,
-                num_gpus=1 if spec.device == "cuda" else 0,
-                max_restarts=-1,
-                max_task_retries=0,
-                concurrency_groups={HEALTH_GROUP: 1},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
-                runtime_env={"env_vars": spec.environment()},
-            )
-            .remote(spec)
+        return self._create(
+            WorkerActor,
+            spec,
+            name=spec.worker_id,
+            num_cpus=1,
+            num_gpus=1 if spec.device == "cuda" else 0,
+            max_restarts=-1,
+            concurrency_groups={HEALTH_GROUP: 1},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
+            runtime_env={"env_vars": spec.environment()},
         )
-        self._actors.append(actor)
-        return actor
 
     def _start_scheduler(
         self, workers: "dict[str, ActorHandle[WorkerActor]]", traits: list[WorkerTraits]
     ) -> "ActorHandle[SchedulerActor]":
-        from dataclasses import replace
-
         config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
-        actor = (
-            ray.remote(SchedulerActor)
-            .options(name="scheduler", lifetime="detached", num_cpus=0, max_restarts=-1, max_task_retries=0)
-            .remote(
-                config,
-                {worker_id: RayWorkerPort(worker) for worker_id, worker in workers.items()},
-                heartbeat_s=self.config.heartbeat_s,
-                worker_down_after_s=self.config.worker_down_after_s,
-            )
+        ports = {worker_id: RayWorkerPort(worker) for worker_id, worker in workers.items()}
+        liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
+        scheduler = self._create(
+            SchedulerActor, config, ports, liveness, name="scheduler", num_cpus=0, max_restarts=-1
         )
-        self._actors.append(actor)
-        ray.get(actor.start.remote())
-        return actor
+        ray.get(scheduler.start.remote())
+        return scheduler
 
     def _start_front_end(self, index: int) -> "ActorHandle[FrontEndActor]":
-        port = self.config.port + index if self.config.port else 0
-        spec = FrontEndSpec(name=f"front-{index}", host=self.config.host, port=port, sizes=self.sizes)
-        actor = (
-            ray.remote(FrontEndActor)
-            .options(name=spec.name, lifetime="detached", num_cpus=0, max_restarts=0, max_task_retries=0)
-            .remote(spec)
+        spec = FrontEndSpec(
+            name=f"front-{index}",
+            host=self.config.host,
+            port=self.config.port + index if self.config.port else 0,
+            directory=str(self.sizes.directory),
+            model_name=self.sizes.model_name,
+            max_model_len=self.sizes.max_model_len,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs * len(self.sizes.workers),
+            dtype=self.sizes.dtype,
+        )
+        actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=0)
+        self._front_ends.append(actor)
+        return actor
+
+    def _create(self, actor_class: type, *arguments: object, **options: object) -> ActorHandle[Any]:
+        """A detached actor. A failed call means "unknown", so Ray must never repeat one."""
+        remote_class: Any = ray.remote(actor_class)
+        actor: ActorHandle[Any] = remote_class.options(lifetime="detached", max_task_retries=0, **options).remote(
+            *arguments
         )
         self._actors.append(actor)
-        self._front_ends.append(actor)
         return actor
 
 

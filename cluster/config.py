@@ -7,6 +7,8 @@ Names are those of vLLM's flags. Knows nothing about the model's files or the ma
 import json
 from dataclasses import dataclass, field
 
+from cluster.errors import ConfigError
+
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "cpu", "triton")
@@ -14,10 +16,6 @@ POLICIES = ("fcfs", "priority")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_STEPS_IN_FLIGHT = 4
 MAX_DRAFTS = 64
-
-
-class ConfigError(ValueError):
-    """A flag that cannot be served as given. The message is one line, naming the flag and its limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,18 +114,20 @@ class RaySchedulerLink:
         """The scheduler's counters, as plain values."""
         return asdict(await _answered(self._scheduler.stats.remote()))
 
-    async def follow(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]") -> None:
+    async def connect(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]") -> int:
+        """Tells this life of the scheduler where the front end is; the life's number."""
+        life: int = await _answered(self._scheduler.connect.remote(front_end.name, RayFrontEndPort(actor)))
+        front_end.scheduler_restarted(life)
+        return life
+
+    async def follow(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]", life: int) -> None:
         """Keeps a front end connected to every life of the scheduler, until there is no hope for one."""
         clock = asyncio.get_running_loop().time
-        life: int | None = None
         last_heard_s = clock()
         while True:
             try:
-                current: int = await _answered(self._scheduler.health.remote())
-                if current != life:
-                    port = RayFrontEndPort(actor)
-                    life = await _answered(self._scheduler.connect.remote(front_end.name, port))
-                    front_end.scheduler_restarted(life)
+                if await _answered(self._scheduler.health.remote()) != life:
+                    life = await self.connect(front_end, actor)
                 last_heard_s = clock()
             except SchedulerUnavailable as error:
                 hopeless = isinstance(error.__cause__, ActorDiedError | RayTaskError)

@@ -1,13 +1,16 @@
 """A Ray cluster of this machine alone: on loopback, private, with a token, and gone without a trace."""
 
+import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import warnings
 from pathlib import Path
 
 from cluster.processes import command_line, descendants, end, identify
+from cluster.stop_signals import SIGNALS
 
 NAMESPACE = "slipstream"
 LOOPBACK = "127.0.0.2"  # Ray rewrites 127.0.0.1 to the network card's address
@@ -34,6 +37,7 @@ class LocalRay:
         os.environ.update(self._environment)
         import ray  # reads the environment
 
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Ray's own, about its own files
@@ -44,10 +48,12 @@ class LocalRay:
                     object_store_memory=OBJECT_STORE_BYTES,
                     namespace=NAMESPACE,
                     log_to_driver=False,
-                    logging_level="ERROR",
+                    logging_level=logging.ERROR,
                     _node_ip_address=LOOPBACK,
                     _temp_dir=str(self._directory),
                 )
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # Ray takes SIGTERM for itself
         except BaseException:
             self.stop()
             raise

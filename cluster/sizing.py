@@ -8,7 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import ConfigError, ServeConfig
+from cluster.config import ServeConfig
+from cluster.errors import ConfigError
 from scheduler.events import SchedulerConfig
 from worker.actor import WorkerSpec
 

@@ -75,6 +75,15 @@ class FrontEndPort(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """How often the shell looks at the clock and at its workers, in seconds."""
+
+    tick_s: float = 0.05
+    heartbeat_s: float = 0.5
+    worker_down_after_s: float = 3.0  # silent for so long
+
+
 @dataclass(slots=True, eq=False)
 class _FrontEnd:
     """One connected front end and how many messages went out to it."""
@@ -102,16 +111,11 @@ class SchedulerActor:
         self,
         config: SchedulerConfig,
         workers: Mapping[str, WorkerPort],
-        *,
-        heartbeat_s: float = 0.5,
-        worker_down_after_s: float = 3.0,
-        tick_s: float = 0.05,
+        liveness: Liveness | None = None,
     ) -> None:
         self._core = Scheduler(config)
         self._workers = dict(workers)
-        self._heartbeat_s = heartbeat_s
-        self._worker_down_after_s = worker_down_after_s
-        self._tick_s = tick_s
+        self._liveness = liveness or Liveness()
         self._life = time.time_ns()
         self._last_session = self._life
         self._sessions: dict[str, _Session] = {}  # worker id -> its current session
@@ -272,15 +276,15 @@ class SchedulerActor:
             if await self._hear(worker_id, session):
                 last_heard_s = time.monotonic()
             silent_s = time.monotonic() - last_heard_s
-            if silent_s >= self._worker_down_after_s:
+            if silent_s >= self._liveness.worker_down_after_s:
                 session.end(f"worker {worker_id} was silent for {silent_s:.1f} s")
-            await asyncio.wait({session.ended}, timeout=self._heartbeat_s)
+            await asyncio.wait({session.ended}, timeout=self._liveness.heartbeat_s)
         return session.ended.result()
 
     async def _hear(self, worker_id: str, session: _Session) -> bool:
         """Whether the worker answers; ends the session if it answers from another one."""
         try:
-            current = await asyncio.wait_for(self._workers[worker_id].health(), self._worker_down_after_s)
+            current = await asyncio.wait_for(self._workers[worker_id].health(), self._liveness.worker_down_after_s)
         except (WorkerUnreachable, TimeoutError):
             return False
         if current != session.number:
@@ -307,7 +311,7 @@ class SchedulerActor:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(self._tick_s)
+            await asyncio.sleep(self._liveness.tick_s)
             self._apply(Tick(now_ns=time.monotonic_ns()))
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from scheduler.actor import SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.actor import Liveness, SchedulerActor, StepRaised, WorkerUnreachable
 from scheduler.events import Command, EmitTokens, FinishRequest, RejectRequest, SchedulerConfig, WorkerUp
 from scheduler.request import FinishReason, Request, SamplingParams
 from scheduler.step import StepPlan, StepResult
@@ -161,9 +161,7 @@ class World:
         self.scheduler = SchedulerActor(
             SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=128, max_drafts=MAX_DRAFTS, max_steps_in_flight=2),
             self.workers,
-            heartbeat_s=0.01,
-            worker_down_after_s=0.1,
-            tick_s=0.005,
+            Liveness(heartbeat_s=0.01, worker_down_after_s=0.1, tick_s=0.005),
         )
 
     async def num_workers(self) -> int:

@@ -1,0 +1,226 @@
+"""The command line. Errors a user can cause are one line on stderr and exit code 2; stdout is for answers."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from typer.exceptions import TyperException
+
+from cluster import running
+from cluster.config import ServeConfig, SpeculativeConfig
+from cluster.errors import BringUpError, ConfigError, ServerError
+from cluster.model_source import resolve_model
+from cluster.processes import adopt_orphans
+from cluster.progress import Display
+from cluster.stop_signals import StopSignals
+
+WAIT_S = 0.5
+
+app = typer.Typer(
+    name="slipstream",
+    help="Serve language models on Ray, speculating asynchronously.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Answer = TypeVar("Answer")
+DEFAULTS = ServeConfig()
+DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+Model = Annotated[str, typer.Option(help="smollm2, a Hugging Face directory, or a hub name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on the last line.")]
+Port = Annotated[int | None, typer.Option(help="Of the deployment that is meant; default: the newest.")]
+
+
+@app.command()
+def serve(
+    model: Model = DEFAULTS.model,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call it.")] = None,
+    host: Annotated[str, typer.Option(help="Where gRPC listens.")] = DEFAULTS.host,
+    port: Annotated[int, typer.Option(help="0: any free one.")] = DEFAULTS.port,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = DEFAULTS.dtype,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = DEFAULTS.device,
+    attention: Annotated[str, typer.Option(help="auto, cpu or triton.")] = DEFAULTS.attention,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests running at once on a worker.")] = DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of one step.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.")] = DEFAULTS.block_size,
+    num_gpu_blocks_override: Annotated[int | None, typer.Option(help="KV blocks of a worker, on any device.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of a GPU.")] = DEFAULTS.gpu_memory_utilization,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Share the KV of equal prefixes.")] = True,
+    scheduling_policy: Annotated[str, typer.Option(help="fcfs or priority.")] = DEFAULTS.scheduling_policy,
+    tensor_parallel_size: Annotated[int, typer.Option(help="1; more is not implemented.")] = 1,
+    data_parallel_size: Annotated[int, typer.Option(help="Workers.")] = DEFAULTS.data_parallel_size,
+    max_steps_in_flight: Annotated[int, typer.Option(help="Per worker, 1 to 4.")] = DEFAULTS.max_steps_in_flight,
+    threads: Annotated[int | None, typer.Option(help="Of one worker; default: cores / workers.")] = None,
+    seed: Annotated[int, typer.Option(help="For requests that bring none of their own.")] = DEFAULTS.seed,
+    speculative_config: Annotated[str, typer.Option(help="A JSON object; null: no drafts.")] = DEFAULT_SPECULATION,
+    max_waiting: Annotated[int, typer.Option(help="Queued requests before RESOURCE_EXHAUSTED.")] = DEFAULTS.max_waiting,
+    num_front_ends: Annotated[int, typer.Option(help="On ports counted up from --port.")] = DEFAULTS.num_front_ends,
+    worker_down_after_s: Annotated[
+        float, typer.Option(help="Silence after which a worker is lost.")
+    ] = DEFAULTS.worker_down_after_s,
+) -> None:
+    """Serve a model over gRPC until Ctrl-C; prints `ready HOST:PORT` when it answers."""
+    flags = dict(locals())
+    speculative = SpeculativeConfig.from_json(flags.pop("speculative_config"))
+    config = ServeConfig(speculative=speculative, **flags)
+    with StopSignals():
+        try:
+            _serve(config)
+        except KeyboardInterrupt:
+            return
+
+
+def _serve(config: ServeConfig) -> None:
+    from cluster.bringup import Deployment
+
+    adopt_orphans()
+    display = Display()
+    with display:
+        directory = resolve_model(config.model, display)
+        deployment = Deployment(config, directory, display.phase)
+    record: Path | None = None
+    try:
+        record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray.processes())
+        for endpoint in deployment.endpoints:
+            _print(f"ready {endpoint}")
+        while (ended := deployment.wait(WAIT_S)) is None:
+            pass
+        raise BringUpError(f"a front end ended: {ended}")
+    finally:
+        deployment.stop()
+        if record is not None:
+            record.unlink(missing_ok=True)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    raw: Annotated[bool, typer.Option(help="Without the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Outputs at most.")] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="In (0, 1].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Drawn when not given.")] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT; default: what runs on this machine.")] = None,
+) -> None:
+    """Stream one answer from the running server."""
+    from cluster.client import Client
+
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    with Client(address or _running().endpoints[0]) as client:
+        turns = [{"role": "user", "content": prompt}]
+        stream = client.generate(prompt, **options) if raw else client.chat(turns, **options)
+        for output in _answered(lambda: iter(stream)):
+            sys.stdout.write(output.text)
+            sys.stdout.flush()
+    _print("")
+
+
+@app.command()
+def status(as_json: AsJson = False, port: Port = None) -> None:
+    """Workers, requests, blocks and acceptance of the running server."""
+    from cluster.client import Client
+    from cluster.status_page import status_of, status_table
+
+    deployment = _running(port)
+    with Client(deployment.endpoints[0]) as client:
+        [stats] = _answered(lambda: [client.stats()])
+    page = status_of(deployment, stats)
+    if as_json:
+        _print(json.dumps(page))
+    else:
+        Console().print(status_table(page))
+
+
+@app.command()
+def down(port: Port = None) -> None:
+    """Stop the running server and every process it started."""
+    found = running.find(port)
+    if found is None:
+        raise ConfigError(_nothing_runs(port))
+    running.take_down(*found)
+    _print(f"stopped {', '.join(found[1].endpoints)}")
+
+
+@app.command()
+def fetch(model: Annotated[str, typer.Argument(help="smollm2 or a hub name.")] = DEFAULTS.model) -> None:
+    """Fetch a model into the cache; the last line is its directory."""
+    display = Display()
+    with StopSignals(), display:
+        directory = resolve_model(model, display)
+    _print(str(directory))
+
+
+@app.command()
+def demo(
+    as_json: AsJson = False,
+    model: Model = DEFAULTS.model,
+    workers: Annotated[int, typer.Option(help="Worker actors.")] = 2,
+    max_tokens: Annotated[int, typer.Option(help="Outputs of each prompt at most.")] = 96,
+) -> None:
+    """Start a cluster on this machine, stream eight chats from it side by side, and stop it again."""
+    from cluster.demo import run_demo
+
+    adopt_orphans()
+    config = ServeConfig(model=model, data_parallel_size=workers, port=0)
+    with StopSignals():
+        run_demo(config, max_tokens=max_tokens, as_json=as_json)
+
+
+def _running(port: int | None = None) -> running.Running:
+    found = running.find(port)
+    if found is None or not found[1].alive:
+        raise ConfigError(_nothing_runs(port))
+    return found[1]
+
+
+def _nothing_runs(port: int | None) -> str:
+    where = "on this machine" if port is None else f"on --port {port}"
+    return f"no server runs {where}; start one with `slipstream serve`"
+
+
+def _answered(ask: Callable[[], Iterable[Answer]]) -> Iterator[Answer]:
+    """What the server answers, its refusals turned into one line."""
+    import grpc
+
+    try:
+        yield from ask()
+    except grpc.RpcError as error:
+        refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        raise (ConfigError if refused else ServerError)(f"{error.code().name}: {error.details()}") from error
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """The entry point `slipstream`."""
+    sys.exit(_run(lambda: app(args=arguments, standalone_mode=False)))
+
+
+def _run(command: Callable[[], object]) -> int:
+    """The exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for an interruption."""
+    try:
+        code = command()
+    except TyperException as error:
+        return _fail(error.format_message(), 2)
+    except ConfigError as error:
+        return _fail(str(error), 2)
+    except (BringUpError, ServerError) as error:
+        return _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    first, _, more = message.partition("\n")
+    sys.stderr.write(f"error: {first.strip()}{' ...' if more.strip() else ''}\n")
+    return code

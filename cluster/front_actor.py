@@ -1,0 +1,95 @@
+"""The actor of one front end: a gRPC server and the streams behind it, on one event loop."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from cluster.frontend import Delivered, FrontEnd
+from cluster.link import RaySchedulerLink
+from cluster.served_model import ServedModel
+from cluster.server import Server, ServerConfig
+from cluster.serving import Serving
+from cluster.text import Tokenizer, load_tokenizer
+from scheduler.actor import SchedulerActor
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontEndSpec:
+    """Everything a front end builds itself from: plain values, so that they travel."""
+
+    name: str
+    host: str
+    port: int  # 0: any free one
+    directory: str  # of the model
+    model_name: str
+    max_model_len: int
+    block_size: int
+    max_num_seqs: int  # running at once on all workers
+    dtype: str
+
+
+class FrontEndActor:
+    """One gRPC front end. It dies with its streams; clients resume at another one."""
+
+    def __init__(self, spec: FrontEndSpec) -> None:
+        self._spec = spec
+        self._front_end: FrontEnd | None = None
+        self._server: Server | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    async def load(self) -> None:
+        """Read the tokenizer. `ValueError` says what is wrong with it."""
+        self._tokenizer = _tokenizer_of(Path(self._spec.directory))
+
+    async def start(self, scheduler: "ActorHandle[SchedulerActor]") -> int:
+        """Connect to the scheduler and answer requests; the port. `ValueError` when it is taken."""
+        link = RaySchedulerLink(scheduler)
+        self._front_end = FrontEnd(link, name=self._spec.name, tokenizer=self._tokenizer)
+        me = ray.get_runtime_context().current_actor
+        life = await link.connect(self._front_end, me)
+        serving = Serving(front_end=self._front_end, model=self._model(), tokenizer=self._tokenizer)
+        self._server = Server(serving, ServerConfig(host=self._spec.host, port=self._spec.port))
+        port = await self._server.start()
+        self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, life))
+        return port
+
+    async def deliver(self, life: int, seq: int, commands: Sequence[Delivered]) -> None:
+        """What one scheduler event means for this front end's streams."""
+        assert self._front_end is not None
+        self._front_end.deliver(seq, commands, life)
+
+    async def wait_until_closed(self) -> str:
+        """Why this front end can serve no more, once it cannot."""
+        assert self._following is not None
+        await asyncio.wait({self._following})
+        return "the scheduler is lost"
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new requests, let streams end within the grace, close the port."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        if self._following is not None:
+            self._following.cancel()
+
+    def _model(self) -> ServedModel:
+        return ServedModel.from_directory(
+            Path(self._spec.directory),
+            name=self._spec.model_name,
+            max_model_len=self._spec.max_model_len,
+            block_size=self._spec.block_size,
+            max_num_seqs=self._spec.max_num_seqs,
+            dtype=self._spec.dtype,
+        )
+
+
+def _tokenizer_of(directory: Path) -> Tokenizer | None:
+    """None for a model that comes without a tokenizer: token ids in, token ids out."""
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    return load_tokenizer(directory)

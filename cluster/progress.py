@@ -1,0 +1,48 @@
+"""What the terminal shows while something takes long: a line with a clock for each phase, bars for downloads.
+
+On stderr, so that stdout holds answers only; without a terminal one plain line per phase.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+
+class Display:
+    """Enter it, then open phases and bars, one after the other or at once."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextlib.contextmanager
+    def phase(self, what: str) -> Iterator[None]:
+        """Something of unknown length."""
+        with self.bar(what, None):
+            yield
+
+    @contextlib.contextmanager
+    def bar(self, what: str, total: float | None) -> Iterator[Callable[[float], None]]:
+        """Something of known length; tell it how much is done in all."""
+        if not self._console.is_terminal:
+            self._console.print(what, highlight=False)
+        task = self._progress.add_task(what, total=total)
+        yield lambda completed: self._progress.update(task, completed=completed)
+        self._progress.update(task, total=total or 1, completed=total or 1)
