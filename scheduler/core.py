@@ -68,7 +68,7 @@ class Scheduler:
         self._next_epoch = 1
         self._next_arrival = 0
         self._front_ends: list[str] = []
-        self._deadlines: list[tuple[int, str, int]] = []
+        self._deadlines: list[tuple[int, str, int]] = []  # (deadline_ns, request_id, arrival)
         self._ended_stories: OrderedDict[str, list[str]] = OrderedDict()
         self._commands: list[Command] = []
 
@@ -152,7 +152,7 @@ class Scheduler:
         self.counters.num_prompt_tokens += state.num_prompt
         self._queue(state)
         if request.deadline_ns is not None:
-            heappush(self._deadlines, (request.deadline_ns, *state.key))
+            heappush(self._deadlines, (request.deadline_ns, request.request_id, state.arrival))
 
     def _replaces(self, request: Request, live: RequestState) -> bool:
         """Whether a submission of a live id is a newer attempt. A second first attempt is an error."""
@@ -542,9 +542,9 @@ class Scheduler:
     def _on_tick(self, now_ns: int) -> None:
         self.now_ns = max(self.now_ns, now_ns)
         while self._deadlines and self._deadlines[0][0] <= self.now_ns:
-            _, request_id, attempt = heappop(self._deadlines)
+            _, request_id, arrival = heappop(self._deadlines)
             state = self.requests.get(request_id)
-            if state is not None and state.request.attempt == attempt:
+            if state is not None and state.arrival == arrival:  # not another life of the id
                 self._finish(state, FinishReason.DEADLINE)
         for worker in self.workers.values():
             if worker.drain_deadline_ns is not None and worker.drain_deadline_ns <= self.now_ns:

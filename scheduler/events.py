@@ -212,5 +212,3 @@ class SchedulerConfig:
     resend_after_ns: int = 1_000_000_000  # an unanswered plan is sent again
     retry_after_ms: int = 1000  # hint to clients when the queue is full
     trace: bool = False  # tell every frame in story(), not only what happens to a request
-
-

@@ -5,6 +5,8 @@ Between steps a decoding row obeys C - PH == T - 1. A row belongs to one epoch a
 Knows nothing about blocks' contents or the order of steps.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,6 +52,22 @@ class RowTable:
         self.states: list[RequestState | None] = [None] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._order: Int32Array | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The wide columns only of rows that are taken: a snapshot is as large as what runs."""
+        state = dict(self.__dict__)
+        rows = np.flatnonzero(self.epoch)
+        state["token_ids"] = (self.token_ids.shape, rows, self.token_ids[rows])
+        state["block_table"] = (self.block_table.shape, rows, self.block_table[rows])
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo `__getstate__`."""
+        for name in ("token_ids", "block_table"):
+            shape, rows, taken = state[name]
+            state[name] = np.zeros(shape, np.int32)
+            state[name][rows] = taken
+        self.__dict__.update(state)
 
     @property
     def num_free_rows(self) -> int:
