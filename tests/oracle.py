@@ -128,7 +128,7 @@ class ToyModel(Model):
             num_layers=1,
             num_heads=1,
             num_kv_heads=1,
-            head_dim=1,
+            head_dim=2,
         )
         self.kv_cache = KVCache(
             num_layers=1, num_blocks=num_blocks, block_size=block_size, num_kv_heads=1, head_dim=1, dtype=torch.float64

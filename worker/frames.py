@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from scheduler.step import Int64Array
 from worker.batch import Batch
@@ -35,7 +36,7 @@ class Frame:
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
 
-def gather_batch(frames: Sequence[Frame], table: RowTable) -> Batch:
+def gather_batch(frames: Sequence[Frame], table: RowTable, device: torch.device) -> Batch:
     """The frames as the model sees them, gathered from the table by true positions."""
     rows = np.array([frame.row.row for frame in frames], np.int64)  # [num_reqs] -> permanent row
     starts = np.array([frame.start for frame in frames], np.int64)
@@ -49,14 +50,18 @@ def gather_batch(frames: Sequence[Frame], table: RowTable) -> Batch:
     columns = np.arange(num_blocks.max())
     block_table = np.where(columns < num_blocks[:, None], table.block_table[rows, : len(columns)], np.int32(0))
     return Batch(
-        token_ids=torch.from_numpy(table.token_ids[token_rows, positions].astype(np.int64)),
-        positions=torch.from_numpy(positions),
-        slot_mapping=torch.from_numpy(blocks * table.block_size + positions % table.block_size),
-        cu_seqlens_q=torch.from_numpy(cu_seqlens_q.astype(np.int32)),
-        seq_lens=torch.from_numpy(stops.astype(np.int32)),
-        block_table=torch.from_numpy(block_table),
-        logits_indices=torch.from_numpy(_ranges(cu_seqlens_q[1:] - num_samples, num_samples)),
+        token_ids=_on(device, table.token_ids[token_rows, positions].astype(np.int64)),
+        positions=_on(device, positions),
+        slot_mapping=_on(device, blocks * table.block_size + positions % table.block_size),
+        cu_seqlens_q=_on(device, cu_seqlens_q.astype(np.int32)),
+        seq_lens=_on(device, stops.astype(np.int32)),
+        block_table=_on(device, block_table),
+        logits_indices=_on(device, _ranges(cu_seqlens_q[1:] - num_samples, num_samples)),
     )
+
+
+def _on(device: torch.device, column: NDArray[np.integer]) -> torch.Tensor:
+    return torch.from_numpy(column).to(device, non_blocking=True)
 
 
 def _ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:

@@ -190,9 +190,10 @@ class Runner:
                 sanitizer.unwrite(frame.row, frame.stop)
         return admitted
 
+    @torch.inference_mode()
     def _verify(self, frames: list[Frame]) -> None:
         """One forward over all frames; then every frame that samples accepts what it can."""
-        batch = gather_batch(frames, self._table)
+        batch = gather_batch(frames, self._table, self.model.device)
         hidden = self.model.forward(batch)
         self._fail_poisoned(frames, hidden, batch)
         if len(batch.logits_indices):
