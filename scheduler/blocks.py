@@ -136,8 +136,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the laws of this file."""
-        assert all((self._refs[block] == 0) == (block in self._free) for block in range(self.num_blocks))
-        assert all(refs >= 0 for refs in self._refs)
+        assert min(self._refs) >= 0
+        idle = {block for block, refs in enumerate(self._refs) if refs == 0}
+        assert idle == self._free.keys(), "free + used != total"
         for digest, block in self._cached.items():
             assert self._digest_of[block] == digest, f"block {block} is cached as another"
             assert self._is_cached(block)

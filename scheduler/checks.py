@@ -1,26 +1,46 @@
 """Every invariant of the core, as assertions. Run after every event in tests; never in production."""
 
 from collections import Counter
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from scheduler.state import FrameKind, RequestState, WorkerState
 
 if TYPE_CHECKING:
     from scheduler.core import Scheduler
 
+LIVE = int(FrameKind.LIVE)
+
 
 def check_scheduler(scheduler: "Scheduler") -> None:
     """Assert all of it. O(everything)."""
+    discards: Counter[tuple[str, int]] = Counter()
     for worker in scheduler.workers.values():
         check_steps(worker, scheduler.config.max_steps_in_flight)
         check_blocks(worker, scheduler.config.block_size)
+        frames = frames_by_epoch(worker)
         for row in worker.rows.order().tolist():
-            check_row(worker, row)
-        check_former(worker)
+            check_row(worker, row, frames.pop(int(worker.rows.epoch[row]), []))
+        check_former(worker, frames, discards)
     check_queue(scheduler)
-    check_discards(scheduler)
+    assert scheduler.discards == dict(discards), f"{scheduler.discards} to discard, not {dict(discards)}"
+
+
+class Frame(NamedTuple):
+    """One epoch's row in one step in flight."""
+
+    kind: int
+    num_scheduled: int
+    reserved: int
+
+
+def frames_by_epoch(worker: WorkerState) -> dict[int, list[Frame]]:
+    """Every frame in flight."""
+    frames: dict[int, list[Frame]] = {}
+    for step in worker.in_flight.values():
+        columns = (step.plan.epochs, step.kind, step.plan.num_scheduled, step.plan.reserved)
+        for epoch, *frame in zip(*(column.tolist() for column in columns), strict=True):
+            frames.setdefault(epoch, []).append(Frame(*frame))
+    return frames
 
 
 def check_steps(worker: WorkerState, max_steps_in_flight: int) -> None:
@@ -30,8 +50,10 @@ def check_steps(worker: WorkerState, max_steps_in_flight: int) -> None:
     assert len(expected) <= max_steps_in_flight
     assert set(worker.early_results) <= set(worker.in_flight)
     for step in worker.in_flight.values():
-        assert step.num_converted == np.count_nonzero(step.kind != FrameKind.LIVE)
-        assert len(np.unique(step.plan.rows)) == len(step.plan.rows)
+        kinds, rows = step.kind.tolist(), step.plan.rows.tolist()
+        assert step.num_converted == len(kinds) - kinds.count(LIVE)
+        assert len(set(rows)) == len(rows)
+        assert [step.index_of_row[row] for row in rows] == list(range(len(rows)))
 
 
 def check_blocks(worker: WorkerState, block_size: int) -> None:
@@ -45,29 +67,22 @@ def check_blocks(worker: WorkerState, block_size: int) -> None:
         references.update(blocks)
         slots = min(int(table.num_computed[row]), int(table.end[row]))
         assert len(blocks) * block_size >= slots, f"row {row}: {len(blocks)} blocks for {slots} computed tokens"
-    for block in range(worker.pool.num_blocks):
-        assert worker.pool.reference_count(block) == references[block], f"block {block} leaks"
+    assert worker.pool.num_used == len(references), "a block leaks"
+    for block, count in references.items():
+        assert worker.pool.reference_count(block) == count, f"block {block} leaks"
 
 
-def check_row(worker: WorkerState, row: int) -> None:
+def check_row(worker: WorkerState, row: int, frames: list[Frame]) -> None:
     """The row's counters are those of its live frames; C - PH == T - 1 while it decodes."""
     table = worker.rows
     state = table.states[row]
     assert state is not None
     assert (state.worker, state.row, state.epoch) == (worker, row, int(table.epoch[row]))
-    scheduled = reserved = live = 0
-    for step in worker.in_flight.values():
-        index = step.index_of(row, state.epoch)
-        if index is not None:
-            assert step.kind[index] == FrameKind.LIVE, "a running epoch has only live frames"
-            scheduled += int(step.plan.num_scheduled[index])
-            reserved += int(step.plan.reserved[index])
-            live += int(step.plan.reserved[index] > 0)
-    assert (scheduled, reserved, live) == (
-        int(table.num_in_flight[row]),
-        int(table.num_placeholders[row]),
-        int(table.num_live[row]),
-    ), f"{state.key}: IF, PH, live frames"
+    assert all(frame.kind == LIVE for frame in frames), "a running epoch has only live frames"
+    reserved = sum(frame.reserved for frame in frames)
+    assert int(table.num_in_flight[row]) == sum(frame.num_scheduled for frame in frames), f"{state.key}: IF"
+    assert int(table.num_placeholders[row]) == reserved, f"{state.key}: PH"
+    assert int(table.num_live[row]) == sum(frame.reserved > 0 for frame in frames), f"{state.key}: live frames"
     num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
     if table.prefilling[row]:
         assert num_computed <= num_tokens
@@ -78,20 +93,22 @@ def check_row(worker: WorkerState, row: int) -> None:
     assert int(table.num_published[row]) <= int(table.num_blocks[row])
 
 
-def check_former(worker: WorkerState) -> None:
-    """Epochs that left their row are remembered exactly while frames of theirs fly."""
-    frames: Counter[int] = Counter()
-    for step in worker.in_flight.values():
-        for index in np.flatnonzero(step.kind != FrameKind.LIVE).tolist():
-            epoch = int(step.plan.epochs[index])
-            frames[epoch] += 1
-            assert worker.former[epoch].kind == step.kind[index]
-    assert {epoch: former.num_frames for epoch, former in worker.former.items()} == dict(frames)
+def check_former(worker: WorkerState, frames: dict[int, list[Frame]], discards: Counter[tuple[str, int]]) -> None:
+    """Epochs that left their row are remembered exactly while frames of theirs fly.
+
+    async_tokens_to_discard is the sum of `reserved` over drop frames, per attempt, to the token.
+    """
+    assert {epoch: former.num_frames for epoch, former in worker.former.items()} == {
+        epoch: len(own) for epoch, own in frames.items()
+    }
     for epoch, former in worker.former.items():
+        assert all(frame.kind == former.kind for frame in frames[epoch])
         if former.kind is FrameKind.DELIVER:
             assert former.state.epoch == epoch
             assert former.state.worker is None
             assert former.state.num_deliver_frames == former.num_frames
+        elif reserved := sum(frame.reserved for frame in frames[epoch]):
+            discards[former.state.key] += reserved
 
 
 def check_queue(scheduler: "Scheduler") -> None:
@@ -113,15 +130,3 @@ def check_queue(scheduler: "Scheduler") -> None:
 def is_deliver(worker: WorkerState, epoch: int) -> bool:
     """Whether an epoch that left its row still delivers."""
     return worker.former[epoch].kind is FrameKind.DELIVER
-
-
-def check_discards(scheduler: "Scheduler") -> None:
-    """async_tokens_to_discard is the sum of `reserved` over drop frames, per attempt, to the token."""
-    expected: Counter[tuple[str, int]] = Counter()
-    for worker in scheduler.workers.values():
-        for step in worker.in_flight.values():
-            for index in np.flatnonzero(step.kind == FrameKind.DROP).tolist():
-                reserved = int(step.plan.reserved[index])
-                if reserved:
-                    expected[worker.former[int(step.plan.epochs[index])].state.key] += reserved
-    assert scheduler.discards == dict(expected), f"{scheduler.discards} to discard, not {dict(expected)}"

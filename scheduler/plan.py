@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
 from scheduler.step import Arrival, Int32Array, StepPlan
 
+LIVE = int(FrameKind.LIVE)
 Count = TypeVar("Count", int, Int32Array)
 
 
@@ -234,7 +235,7 @@ def convert_frames(worker: WorkerState, row: int, epoch: int, to: FrameKind) -> 
     for step in worker.in_flight.values():
         index = step.index_of(row, epoch)
         if index is not None:
-            step.num_converted += step.kind[index] == FrameKind.LIVE
+            step.num_converted += int(step.kind[index] == LIVE)
             step.kind[index] = to
             num_frames += 1
             num_reserved += int(step.plan.reserved[index])
