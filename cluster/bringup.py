@@ -165,10 +165,8 @@ class Deployment:
 
     def _create(self, actor_class: type, *arguments: object, **options: object) -> ActorHandle[Any]:
         """A detached actor. A failed call means "unknown", so Ray must never repeat one."""
-        remote_class: Any = ray.remote(actor_class)
-        actor: ActorHandle[Any] = remote_class.options(lifetime="detached", max_task_retries=0, **options).remote(
-            *arguments
-        )
+        remote_class: Any = ray.remote(lifetime="detached", max_task_retries=0, **options)(actor_class)
+        actor: ActorHandle[Any] = remote_class.remote(*arguments)
         self._actors.append(actor)
         return actor
 

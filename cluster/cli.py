@@ -16,6 +16,7 @@ from cluster.errors import BringUpError, ConfigError, ServerError
 from cluster.model_source import resolve_model
 from cluster.processes import adopt_orphans
 from cluster.progress import Display
+from cluster.ray_environment import prepare
 from cluster.stop_signals import StopSignals
 
 WAIT_S = 0.5
@@ -202,6 +203,7 @@ def _print(line: str) -> None:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """The entry point `slipstream`."""
+    prepare()
     sys.exit(_run(lambda: app(args=arguments, standalone_mode=False)))
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import secrets
 import shutil
 import signal
 import tempfile
@@ -10,6 +9,7 @@ import warnings
 from pathlib import Path
 
 from cluster.processes import command_line, descendants, end, identify
+from cluster.ray_environment import prepare
 from cluster.stop_signals import SIGNALS
 
 NAMESPACE = "slipstream"
@@ -24,18 +24,8 @@ class LocalRay:
     def __init__(self, *, num_cpus: int, num_gpus: int = 0) -> None:
         """Starts it and connects this process to it. Takes two to four seconds."""
         self._directory = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))  # short: it holds socket paths
-        token = self._directory / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        self._environment = {
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
-            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        }
-        self._before = {name: os.environ.get(name) for name in self._environment}
-        os.environ.update(self._environment)
-        import ray  # reads the environment
+        prepare()
+        import ray
 
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         try:
@@ -77,8 +67,3 @@ class LocalRay:
         ray.shutdown()
         end(processes, GRACE_S)
         shutil.rmtree(self._directory, ignore_errors=True)
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster.processes import end, started_at, wait_until_gone
+from cluster.ray_environment import state_directory
 
 STOP_TIMEOUT_S = 30.0
 LEFTOVER_GRACE_S = 5.0
@@ -41,7 +42,7 @@ def record(endpoints: Sequence[str], model: str, processes: Sequence[tuple[int, 
     running = Running(
         pid=pid, pid_started_at=start, endpoints=tuple(endpoints), model=model, processes=tuple(processes)
     )
-    path = _directory() / f"{pid}.json"
+    path = state_directory() / f"{pid}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(asdict(running)))
@@ -51,7 +52,7 @@ def record(endpoints: Sequence[str], model: str, processes: Sequence[tuple[int, 
 
 def find(port: int | None = None) -> tuple[Path, Running] | None:
     """The newest deployment, or the one that listens on this port."""
-    found = [(path, running) for path in _directory().glob("*.json") if (running := _read(path)) is not None]
+    found = [(path, running) for path in state_directory().glob("*.json") if (running := _read(path)) is not None]
     found = [(path, one) for path, one in found if port is None or str(port) in _ports(one)]
     return max(found, key=lambda pair: (pair[1].alive, pair[1].pid_started_at), default=None)
 
@@ -79,7 +80,3 @@ def _read(path: Path) -> Running | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
-
-def _directory() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "slipstream"

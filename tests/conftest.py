@@ -11,11 +11,14 @@ from pathlib import Path
 
 # Before torch, Ray or any child process reads them.
 os.environ["SLIPSTREAM_SANITIZE_KV"] = "1"
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+from cluster.ray_environment import prepare
+
+prepare()  # before any test imports ray
 
 PR_SET_CHILD_SUBREAPER = 36
 LINGER_S = 10.0  # Ray's own processes take a moment to notice that their parent left

@@ -125,6 +125,7 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
         attention=spec.attention,
         num_blocks=num_blocks,
         block_size=spec.block_size,
+        max_model_len=spec.max_model_len,
     )
     runner = Runner(
         worker_id=spec.worker_id,
@@ -138,7 +139,7 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
         num_blocks=num_blocks,
         max_num_seqs=spec.max_num_seqs,
         max_drafts=spec.max_drafts,
-        fingerprint=_fingerprint(model),
+        fingerprint=model.weights_hash,
     )
     return runner, traits
 

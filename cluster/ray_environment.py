@@ -1,0 +1,40 @@
+"""What Ray must find in the environment before it is first imported: it reads this once.
+
+Call `prepare` before anything imports ray; the processes Ray starts inherit it.
+"""
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+AUTH_MODE = "RAY_AUTH_MODE"
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+
+
+def state_directory() -> Path:
+    """Where this user's deployments leave what outlives a process."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "slipstream"
+
+
+def prepare() -> None:
+    """No usage statistics, and a token without which nobody can use our clusters."""
+    if "ray" in sys.modules and os.environ.get(AUTH_MODE) != "token":
+        raise RuntimeError(f"ray was imported before {__name__}.prepare was called: it would run without a token")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # silences a warning about its next version
+    os.environ[AUTH_MODE] = "token"
+    os.environ[TOKEN_PATH] = str(_token_file())
+
+
+def _token_file() -> Path:
+    """One for all local clusters of this user, readable by nobody else."""
+    path = state_directory() / "ray_token"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.touch(mode=0o600)
+        partial.write_text(secrets.token_hex(32))
+        partial.replace(path)
+    return path
