@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import struct
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -397,7 +397,7 @@ class FrontEnd:
             except Exception as error:
                 call.fail(StreamError("UNAVAILABLE", f"the scheduler did not take the request: {error}"))
 
-        self._say(request.request_id, submit())
+        self._say(request.request_id, submit)
 
     def _cancel(self, choice: Choice) -> asyncio.Task[None]:
         request = choice.request
@@ -406,16 +406,16 @@ class FrontEnd:
             with suppress(ConnectionError):  # a scheduler that is gone has forgotten the request too
                 await self._link.cancel(request.request_id, request.attempt)
 
-        return self._say(request.request_id, cancel())
+        return self._say(request.request_id, cancel)
 
-    def _say(self, request_id: str, words: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _say(self, request_id: str, words: Callable[[], Coroutine[object, object, None]]) -> asyncio.Task[None]:
         """Calls to the scheduler may overtake each other, so each waits for the one before it."""
         before = self._links_busy.get(request_id)
 
         async def after() -> None:
             if before is not None:
                 await asyncio.wait({before})
-            await words
+            await words()
 
         task = asyncio.get_running_loop().create_task(after())
         self._links_busy[request_id] = task
