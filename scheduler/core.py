@@ -444,7 +444,7 @@ class Scheduler:
         found = {index: failed[epoch] for index, epoch in enumerate(epochs) if epoch in failed}
         for index in np.flatnonzero(wrong).tolist():
             # A dropped frame may find its request at its end, with nothing left to sample.
-            if index not in found and step.kind[index] == FrameKind.LIVE:
+            if index not in found and step.kind[index] != FrameKind.DROP:
                 counts = f"{result.num_tokens[index]} tokens for {step.plan.reserved[index]} reserved"
                 found[index] = f"protocol error: the worker returned {counts}"
         return found
@@ -706,7 +706,13 @@ def order_key(state: RequestState) -> tuple[int, int]:
 
 def answers(result: StepResult, step: Step) -> bool:
     """Whether a result has the shape its plan asks for: the same epochs, and as many tokens as it counts."""
-    return np.array_equal(step.plan.epochs, result.epochs) and int(result.num_tokens.sum()) == len(result.token_ids)
+    num_rows, num_tokens = len(step.plan.rows), result.num_tokens
+    return (
+        np.array_equal(step.plan.epochs, result.epochs)
+        and len(num_tokens) == len(result.num_verified) == num_rows
+        and (num_rows == 0 or int(num_tokens.min()) >= 0)
+        and int(num_tokens.sum()) == len(result.token_ids)
+    )
 
 
 def cut_logprobs(result: StepResult, where: dict[int, tuple[int, int]]) -> tuple[RowLogprobs, ...]:
