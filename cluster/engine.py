@@ -177,9 +177,12 @@ class Engine:
                     self.handle(message)
 
     def run(self) -> dict[str, Output]:
-        """Step until every request has ended. Raises RuntimeError if nothing moves any more."""
+        """Step until every request has ended and every step is settled.
+
+        Raises RuntimeError if nothing moves any more.
+        """
         idle_rounds = 0
-        while self._num_live or self._under_way:
+        while self._num_live or self._under_way or self._num_steps_in_flight():
             idle_rounds = 0 if self._under_way else idle_rounds + 1
             if idle_rounds > MAX_IDLE_ROUNDS:
                 raise RuntimeError(f"nothing moves any more:\n{self._stories()}")
@@ -192,6 +195,9 @@ class Engine:
     def _advance(self, elapsed_ns: int) -> None:
         self.now_ns += elapsed_ns
         self.handle(Tick(now_ns=self.now_ns))
+
+    def _num_steps_in_flight(self) -> int:
+        return sum(worker.num_steps_in_flight for worker in self.scheduler.stats().workers)
 
     def _stories(self) -> str:
         live = [output.request_id for output in self._streams if output.finish is None]
