@@ -226,3 +226,7 @@ def _fail(message: str, code: int) -> int:
     first, _, more = message.partition("\n")
     sys.stderr.write(f"error: {first.strip()}{' ...' if more.strip() else ''}\n")
     return code
+
+
+if __name__ == "__main__":
+    main()

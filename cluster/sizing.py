@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from cluster.config import ServeConfig
 from cluster.errors import ConfigError
 from scheduler.events import SchedulerConfig
@@ -75,6 +77,7 @@ class Sizes:
 def size(config: ServeConfig, directory: Path) -> Sizes:
     """ConfigError for a flag that this model or this machine cannot satisfy."""
     shape = ModelShape.from_directory(directory)
+    check_weight_files(directory)
     device = _device(config)
     dtype = _dtype(config, shape)
     max_model_len = _max_model_len(config, shape)
@@ -113,6 +116,19 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
         scheduler=_scheduler_config(config, device, max_model_len, num_blocks),
         workers=workers,
     )
+
+
+def check_weight_files(directory: Path) -> None:
+    """ConfigError for a directory without weights, or a file that is cut short or has a broken header."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"--model: {directory} has no *.safetensors")
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"--model: {file} is damaged: {error}") from error
 
 
 def num_cpus() -> int:

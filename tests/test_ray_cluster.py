@@ -1,0 +1,58 @@
+"""A real local Ray cluster with a tiny random model, seen through a real gRPC client.
+
+Streams are compared with an undisturbed run of the same model in this process.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.bringup import Deployment
+from cluster.config import ServeConfig
+from tests.ray_streams import deployed, random_requests, reference_model, scheduler_stats, streams
+from tests.tiny_model import save_tiny_model
+from worker.model import Model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Model:
+    return reference_model(directory)
+
+
+@pytest.fixture(scope="module")
+def deployment(directory: Path) -> Iterator[Deployment]:
+    config = ServeConfig(
+        data_parallel_size=2, port=0, max_num_seqs=8, num_gpu_blocks_override=32, max_num_batched_tokens=48, threads=1
+    )
+    with deployed(config, directory) as deployment:
+        yield deployment
+
+
+def test_streams_over_ray_and_grpc_are_the_undisturbed_ones(deployment: Deployment, model: Model) -> None:
+    requests = random_requests(12, 60, seed=1)
+    got = asyncio.run(streams(deployment.endpoints[0], requests, disturb=False))
+    assert got == [asked.expected(model) for asked in requests]
+    stats = scheduler_stats(deployment.endpoints[0])
+    assert len(stats["workers"]) == 2
+    assert stats["num_accepted_tokens"] > 0
+    assert stats["tokens_rolled_back"] > 0
+
+
+def test_preemptions_and_resets_in_flight_change_no_stream(deployment: Deployment, model: Model) -> None:
+    requests = random_requests(8, 100, seed=2)
+    got = asyncio.run(streams(deployment.endpoints[0], requests, disturb=True))
+    assert got == [asked.expected(model) for asked in requests]
+    stats = scheduler_stats(deployment.endpoints[0])
+    assert sum(stats["num_preemptions"].values()) > 0
+    assert sum(stats["stale_tokens_dropped"].values()) > 0

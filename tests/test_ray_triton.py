@@ -1,0 +1,36 @@
+"""Two worker actors on the Triton kernels, under the interpreter, against the CPU backend's tokens."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ServeConfig, SpeculativeConfig
+from tests.ray_streams import deployed, random_requests, reference_model, scheduler_stats, streams
+from tests.tiny_model import save_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+
+def test_triton_kernels_under_the_interpreter_give_the_cpu_backends_tokens(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    model = reference_model(tmp_path)
+    config = ServeConfig(
+        data_parallel_size=2,
+        port=0,
+        attention="triton",
+        dtype="float32",
+        max_num_seqs=4,
+        num_gpu_blocks_override=16,
+        max_model_len=64,
+        speculative=SpeculativeConfig(num_speculative_tokens=3),
+        threads=1,
+        worker_down_after_s=60.0,
+    )
+    requests = random_requests(4, 16, seed=3)
+    with deployed(config, tmp_path) as deployment:
+        got = asyncio.run(streams(deployment.endpoints[0], requests, disturb=True))
+        stats = scheduler_stats(deployment.endpoints[0])
+    assert got == [asked.expected(model) for asked in requests]
+    assert stats["num_accepted_tokens"] > 0
+    assert set(stats["num_preemptions"]) >= {"forced", "reset"}
