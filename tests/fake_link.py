@@ -63,6 +63,7 @@ class FakeLink:
         self.preempted: list[str] = []
         self.resets: list[bool] = []
         self.live: dict[str, Live] = {}
+        self.stall_at: int | None = None  # outputs after which requests get no more
         self.lose: set[int] = set()  # deliveries that never arrive
         self.held: list[tuple[int, list[Delivered]]] | None = None  # deliveries kept back while not None
         self._script = None if script is None else list(script)
@@ -113,7 +114,7 @@ class FakeLink:
         for live in list(self.live.values()):
             if live.deadline_s is not None and now_s >= live.deadline_s:
                 commands.append(self._finish(live, FinishReason.DEADLINE))
-            else:
+            elif self.stall_at is None or live.num_outputs < self.stall_at:
                 commands.extend(self._run(live, next(live.runs)))
         if commands:
             self._send(commands)
