@@ -239,8 +239,6 @@ def _check_choices(config: ModelConfig, *, dtype: torch.dtype, device: str, atte
         raise ValueError(f"attention {attention!r} is unknown; known: {', '.join(ATTENTIONS)}")
     if attention == "cpu" and kind != "cpu":
         raise ValueError(f"attention cpu needs device cpu, not {device}")
-    if attention == "triton" and len(set(config.windows)) > 1:
-        raise ValueError("attention triton: layers with and without a sliding window in one model are not supported")
 
 
 def _attention_backend(name: str, kv_cache: KVCache, config: ModelConfig) -> AttentionBackend:
@@ -252,6 +250,6 @@ def _attention_backend(name: str, kv_cache: KVCache, config: ModelConfig) -> Att
     return TritonAttention(
         kv_cache,
         num_heads=config.num_heads,
-        sliding_window=config.windows[0] if config.windows else None,
+        windows=config.windows,
         row_invariant=kv_cache.key.device.type == "cpu",
     )
