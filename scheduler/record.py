@@ -1,8 +1,8 @@
 """Keeping what a scheduler was told, and telling it again.
 
-A recording is a snapshot of the core and the events since, each with a digest of the commands it made. It is
-length-bounded: when it is full, it starts over from a new snapshot. The core is pure, so replaying the events on
-the snapshot must make the same commands; if it does not, either the code has changed or something impure crept in.
+A recording is a configuration, the events since and a digest of the commands each of them made. It is length-bounded:
+when it is full, it starts over from a snapshot of the core. The core is pure, so telling the events again must make
+the same commands; if it does not, either the code has changed or something impure crept in.
 Recordings are read with an allow-list of types: a file from a stranger can be replayed, it cannot run code.
 """
 
@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.core import Scheduler
-from scheduler.events import Command, Event
+from scheduler.core import ChooseDrafts, Scheduler
+from scheduler.events import Command, Event, SchedulerConfig
 
 FORMAT = 1
+RAISED = b"raised"
 DEFAULT_MAX_EVENTS = 20_000
 ALLOWED_NAMES = {
     ("collections", "OrderedDict"),
@@ -51,62 +52,73 @@ class Divergence:
     commands: Sequence[Command]
 
 
-class Recorder:
-    """A scheduler that remembers its latest events. `handle` and `check` as the core's."""
+class RecordedScheduler(Scheduler):
+    """A scheduler that remembers its latest events."""
 
-    def __init__(self, scheduler: Scheduler, max_events: int = DEFAULT_MAX_EVENTS) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        choose_drafts: ChooseDrafts | None = None,
+        *,
+        max_events: int = DEFAULT_MAX_EVENTS,
+    ) -> None:
+        """`max_events` bounds the recording; from a full one only a snapshot is kept."""
         if max_events < 1:
             raise ValueError(f"max_events must be at least 1, got {max_events}")
-        self.scheduler = scheduler
-        self.max_events = max_events
-        self._begin()
+        super().__init__(config, choose_drafts)
+        self._max_events = max_events
+        self._snapshot: bytes | None = None  # None: the recording begins with an empty scheduler
+        self._entries: list[Entry] = []
 
     def handle(self, event: Event) -> list[Command]:
         """As `Scheduler.handle`, and remembered."""
-        if len(self._entries) >= self.max_events:
-            self._begin()
+        if len(self._entries) >= self._max_events:
+            self._snapshot = pickle.dumps({k: v for k, v in self.__dict__.items() if k not in RECORDER_FIELDS})
+            self._entries = []
         try:
-            commands = self.scheduler.handle(event)
+            commands = super().handle(event)
         except BaseException:
-            self._entries.append(Entry(event, b"raised"))
+            self._entries.append(Entry(event, RAISED))
             raise
         self._entries.append(Entry(event, digest_of(commands)))
         return commands
 
-    def check(self, save_to: Path) -> None:
+    def check(self, save_to: Path | None = None) -> None:
         """Assert every invariant; a failed one leaves its recording at `save_to`."""
         try:
-            self.scheduler.check()
+            super().check()
         except AssertionError:
-            self.save(save_to)
+            if save_to is not None:
+                self.save(save_to)
             raise
 
     def save(self, path: Path) -> None:
         """Write the recording."""
-        path.write_bytes(pickle.dumps({"format": FORMAT, "snapshot": self._snapshot, "entries": self._entries}))
+        recording = {"format": FORMAT, "config": self.config, "snapshot": self._snapshot, "entries": self._entries}
+        path.write_bytes(pickle.dumps(recording))
 
-    def _begin(self) -> None:
-        self._snapshot = pickle.dumps(self.scheduler)
-        self._entries: list[Entry] = []
+
+RECORDER_FIELDS = frozenset({"_max_events", "_snapshot", "_entries", "_choose_drafts"})
 
 
 def replay(path: Path) -> tuple[int, Divergence | None, Scheduler]:
-    """Tell a recording's events to its snapshot again: (events replayed, first divergence, the scheduler then).
+    """Tell a recording's events again: (events replayed, first divergence, the scheduler then).
 
-    Raises ValueError if the file is no recording of this version.
+    Raises ValueError if the file is no recording of this format.
     """
     recorded = _load(path.read_bytes())
     if not isinstance(recorded, dict) or recorded.get("format") != FORMAT:
         raise ValueError(f"{path} is not a recording of format {FORMAT}")
-    scheduler = _load(recorded["snapshot"])
-    assert isinstance(scheduler, Scheduler)
+    scheduler = Scheduler(recorded["config"])
+    if recorded["snapshot"] is not None:
+        scheduler.__dict__.update(_load(recorded["snapshot"]))
     for index, entry in enumerate(recorded["entries"]):
         try:
             commands = scheduler.handle(entry.event)
         except Exception:
-            if entry.digest == b"raised":
-                return index + 1, None, scheduler
-            raise
+            if entry.digest != RAISED:
+                raise
+            return index + 1, None, scheduler
         if digest_of(commands) != entry.digest:
             return index + 1, Divergence(index, entry.event, commands), scheduler
     return len(recorded["entries"]), None, scheduler
