@@ -6,8 +6,6 @@ Drafters see confirmed tokens only, by true length. Knows nothing about KV, plan
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from scheduler.step import Int32Array
 from worker.rows import RowState
 
@@ -61,10 +59,10 @@ class NgramDrafter:
         start = latest_match(token_ids, self._min, self._max)
         if start is None:
             return []
-        # A match that runs into the end goes on with its own period, as a copy in LZ77 does.
-        period = len(token_ids) - start
-        repeats = -(-wanted // period)
-        drafts: list[int] = np.tile(token_ids[start : start + wanted], repeats)[:wanted].tolist()
+        drafts: list[int] = token_ids[start : start + wanted].tolist()
+        while len(drafts) < wanted:
+            # A match that runs into the end goes on with its own period, as a copy in LZ77 does.
+            drafts += drafts[: wanted - len(drafts)]
         return drafts
 
 
@@ -75,10 +73,11 @@ def latest_match(token_ids: Int32Array, shortest: int, longest: int) -> int | No
     """
     num_tokens = len(token_ids)
     best: int | None = None
-    ends = np.flatnonzero(token_ids[:-1] == token_ids[-1])
+    ends = (token_ids[:-1] == token_ids[-1:]).nonzero()[0]
     for length in range(1, min(longest, num_tokens - 1) + 1):
-        ends = ends[ends >= length - 1]
-        ends = ends[token_ids[ends - (length - 1)] == token_ids[num_tokens - length]]
+        if length > 1:
+            starts = ends - (length - 1)
+            ends = ends[(starts >= 0) & (token_ids[starts] == token_ids[-length])]
         if len(ends) == 0:
             break
         if length >= shortest:

@@ -221,7 +221,7 @@ class Runner:
 
     def _sample(self, frames: list[Frame], logits: torch.Tensor) -> None:
         """logits: [num_samples, vocab_size] float32, frame after frame."""
-        best, best_logits, host = _argmax(logits, any(_wants_values(frame) for frame in frames))
+        best, finite, host = _argmax(logits, any(_wants_values(frame) for frame in frames))
         offset = 0
         for frame in frames:
             rows = slice(offset, offset + frame.num_samples)
@@ -232,7 +232,7 @@ class Runner:
             assert row.sampler is not None
             try:
                 if row.sampler.is_plain:
-                    verified = _accept(best[rows], best_logits[rows], frame.draft_token_ids, row.num_tokens)
+                    verified = _accept(best[rows], finite[rows], frame.draft_token_ids, row.num_tokens)
                 else:
                     assert host is not None
                     verified = verify(row.sampler, host[rows], row.num_tokens, frame.draft_token_ids)
@@ -306,33 +306,31 @@ class Runner:
         return tuple(failures)
 
 
-def _argmax(logits: torch.Tensor, wants_values: bool) -> tuple[Int64Array, np.ndarray, np.ndarray | None]:
-    """Per row the best token (the lowest id of equals), its logit, and the logits on the host if wanted."""
+def _argmax(logits: torch.Tensor, wants_values: bool) -> tuple[list[int], list[bool], np.ndarray | None]:
+    """Per row the best token (the lowest id of equals) and whether its logit is finite; the logits if wanted."""
     if logits.device.type == "cpu":
         # numpy's argmax is vectorised and promises the first of equals; torch's takes 100 times as long here.
         host = logits.numpy()
         best = host.argmax(axis=1)
-        return best, host[np.arange(len(host)), best], host
+        return best.tolist(), np.isfinite(host[np.arange(len(host)), best]).tolist(), host
     device_best = torch.argmax(logits, dim=1)
-    values = logits.gather(1, device_best[:, None])[:, 0]
-    return device_best.cpu().numpy(), values.cpu().numpy(), logits.cpu().numpy() if wants_values else None
+    finite = torch.isfinite(logits.gather(1, device_best[:, None])[:, 0])
+    return device_best.tolist(), finite.tolist(), logits.cpu().numpy() if wants_values else None
 
 
 def _wants_values(frame: Frame) -> bool:
     return frame.samples and frame.row.sampler is not None and not frame.row.sampler.is_plain
 
 
-def _accept(best: Int64Array, best_logits: np.ndarray, draft_token_ids: list[int], position: int) -> Verified:
+def _accept(best: list[int], finite: list[bool], draft_token_ids: list[int], position: int) -> Verified:
     """Greedy verification: the longest prefix of drafts that equals the argmaxes, and one token more."""
-    token_ids = best.tolist()
     num_accepted = 0
-    while num_accepted < len(draft_token_ids) and draft_token_ids[num_accepted] == token_ids[num_accepted]:
+    while num_accepted < len(draft_token_ids) and draft_token_ids[num_accepted] == best[num_accepted]:
         num_accepted += 1
     kept = num_accepted + 1
-    wrong = np.flatnonzero(~np.isfinite(best_logits[:kept]))
-    if len(wrong):
-        raise FloatingPointError(f"the logits for position {position + int(wrong[0])} are not finite")
-    return Verified(token_ids[:kept], [])
+    if not all(finite[:kept]):
+        raise FloatingPointError(f"the logits for position {position + finite.index(False)} are not finite")
+    return Verified(best[:kept], [])
 
 
 def _inside_vocabulary(token_ids: list[int], vocab_size: int) -> list[int]:

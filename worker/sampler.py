@@ -147,7 +147,16 @@ class TokenSampler:
     Raises ValueError when a parameter names a token outside the vocabulary.
     """
 
-    __slots__ = ("_bias_ids", "_biases", "_held_back", "_in_prompt", "_num_prompt_tokens", "_output_counts", "sampling")
+    __slots__ = (
+        "_bias_ids",
+        "_biases",
+        "_held_back",
+        "_in_prompt",
+        "_num_prompt_tokens",
+        "_output_counts",
+        "is_plain",
+        "sampling",
+    )
 
     def __init__(
         self, sampling: SamplingParams, prompt_token_ids: Int32Array, output_token_ids: Int32Array, vocab_size: int
@@ -165,13 +174,9 @@ class TokenSampler:
             self._in_prompt = np.zeros(vocab_size, np.bool_)
             self._in_prompt[prompt_token_ids] = True
             self._output_counts = np.bincount(output_token_ids, minlength=vocab_size).astype(np.int32)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the token is the argmax of the raw logits and nothing else is asked for."""
-        sampling = self.sampling
-        processed = sampling.temperature > 0.0 or sampling.num_logprobs is not None or penalizes(sampling)
-        return not (processed or len(self._bias_ids) or len(self._held_back))
+        # Whether the token is the argmax of the raw logits and nothing else is asked for.
+        is_greedy = sampling.temperature == 0.0 and sampling.num_logprobs is None
+        self.is_plain = is_greedy and not (penalizes(sampling) or len(self._bias_ids) or len(self._held_back))
 
     def append(self, token_id: int) -> None:
         """The request's next output is this token: later positions see it in their penalties."""
