@@ -91,6 +91,7 @@ class Ledger:
         self.swapped = False
         self.version_before = 0  # of the session whose result is handled now, before it
         self.now_ns = 0
+        self.num_workers = 0  # up at once, at most
         self.explained: dict[int, str] = {}  # epoch -> why it had to leave its worker
         self.attempt_of: dict[int, Attempt] = {}  # every epoch so far
         self.leaving: set[int] = set()  # epochs released by the commands at hand
@@ -107,25 +108,19 @@ class Ledger:
         match event:
             case CacheReset():
                 self._meet_all("reset_running" if event.reset_running else "reset", explains=event.reset_running)
-            case SwapRequested():
-                self._meet_all("swap", explains=True)
             case PreemptRequested():
                 self._meet_request(event.request_id, "preempt")
             case Cancelled():
                 attempt = self.live.get(event.request_id)
                 if attempt is not None and attempt.request.attempt == event.attempt:
                     self._meet_request(event.request_id, "cancelled")
-            case Submitted():
-                attempt = self.live.get(event.request.request_id)
-                if attempt is not None and attempt.request.attempt < event.request.attempt:
-                    self._meet_request(event.request.request_id, "replaced")
             case WorkerDown() | StepFailed() | WorkerUp():
                 self._before_loss(event)
             case StepFinished():
                 self._before_result(event)
             case Tick():
                 self._before_tick(event)
-            case FrontEndLost() | DrainRequested():
+            case Submitted() | FrontEndLost() | DrainRequested() | SwapRequested():
                 pass
             case _:
                 assert_never(event)
@@ -210,6 +205,10 @@ class Ledger:
                 self.sessions[event.worker_id] = Session(event)
             case SwapRequested():
                 self.version, self.swapped = int(event.weights), True
+            case FrontEndLost():
+                for attempt in list(self.live.values()):
+                    if attempt.request.front_end == event.front_end:
+                        self._close(attempt, "reader lost")
             case DrainRequested() if event.worker_id in self.sessions:
                 self.sessions[event.worker_id].drain_deadline_ns = event.deadline_ns
         # A request may leave one worker and arrive on another in one go, told in any order.
@@ -259,11 +258,6 @@ class Ledger:
                 alive = self.live.get(event.request_id)
                 if alive is not None and alive.request.attempt == event.attempt:
                     raise Violation("alive after its cancel", event.request_id)
-            case FrontEndLost():
-                for request_id in [
-                    name for name, attempt in self.live.items() if attempt.request.front_end == event.front_end
-                ]:
-                    self._close(self.live[request_id], "reader lost")
 
     def _submitted(self, request: Request, commands: list[Command]) -> None:
         """Decide whether the submission was taken, and follow it."""
@@ -277,6 +271,7 @@ class Ledger:
         if alive is not None:
             if alive.request.attempt >= request.attempt:
                 return
+            self._meet_request(request.request_id, "replaced")
             self._close(alive, "replaced")
         attempt = self.attempts[request.stream]
         if attempt.closed is not None:  # its submission was repeated after its end: it lives once more
@@ -404,9 +399,7 @@ class Ledger:
             case FinishReason.STOP | FinishReason.LENGTH:
                 right = reason is truly
             case FinishReason.ABORT:
-                right = isinstance(event, FrontEndLost) or (
-                    isinstance(event, Cancelled) and event.request_id == request.request_id
-                )
+                right = isinstance(event, Cancelled) and event.request_id == request.request_id
             case FinishReason.DEADLINE:
                 right = request.deadline_ns is not None and request.deadline_ns <= self.now_ns
             case FinishReason.ERROR:
@@ -445,6 +438,10 @@ class Ledger:
         session.plans[plan.step_seq] = plan
         if plan.weights is not None:
             session.version = int(plan.weights)
+            for epoch in session.epochs:
+                if epoch not in self.explained:
+                    self._meet(session, epoch, "swap")
+                    self.explained[epoch] = "swap"
         if self.swapped and session.version != self.version:
             raise Violation(f"{command.worker_id}: planned under weights {session.version}, not {self.version}")
         self._released(session, plan)
@@ -507,7 +504,8 @@ class Ledger:
 
     def _check_arrival(self, session: Session, plan: StepPlan, attempt: Attempt, epoch: int) -> None:
         """Seat the attempt; nobody who came before and could run is left standing too often."""
-        limit = MAX_OVERTAKEN_PER_WORKER * (len(self.sessions) - 1)
+        self.num_workers = max(self.num_workers, len(self.sessions))
+        limit = MAX_OVERTAKEN_PER_WORKER * (self.num_workers - 1)
         attempt.epoch = epoch
         attempt.fingerprints.add(session.up.fingerprint)
         session.epochs[epoch] = attempt

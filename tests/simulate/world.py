@@ -53,7 +53,7 @@ class Host:
 
     __slots__ = (
         "busy_until_ns", "down", "draining", "index", "last_run", "old_results", "partitioned", "queue", "registering",
-        "slowness", "worker", "worker_id",
+        "slowness", "unregistered", "worker", "worker_id",
     )  # fmt: skip
 
     def __init__(self, index: int, worker: ShadowWorker) -> None:
@@ -65,6 +65,7 @@ class Host:
         self.partitioned = False
         self.draining = False
         self.registering = False
+        self.unregistered = False  # a partition kept it from registering
         self.slowness = 1
         self.busy_until_ns = 0
         self.last_run = (-1, -1)  # session, step_seq
@@ -349,6 +350,7 @@ class World:
         if life != self.life:
             return
         host.registering = False
+        host.unregistered = host.partitioned
         if host.down or host.partitioned:
             return
         self._num_sessions += 1
@@ -385,6 +387,7 @@ class World:
             return
         host.down = True
         host.worker.version = 0
+        host.queue = SessionQueue(host.worker)
         back_ns = self.rng.randint(3, 80) * MS
         if self.rng.random() < 0.7:
             self._after(self.rng.randint(1, 100) * MS, self._lost, host, host.worker.session, self.life)
@@ -398,7 +401,7 @@ class World:
         if not host.partitioned:
             return
         host.partitioned = False
-        if noticed:
+        if noticed or host.unregistered:
             self._register_soon(host, 1)
 
     # ---- front ends ----
