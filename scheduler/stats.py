@@ -97,7 +97,7 @@ class Counters:
         self.num_accepted_tokens += int(num_accepted.sum())
         if len(num_accepted) == 0:
             return
-        histogram = np.bincount(num_accepted)
+        histogram = np.bincount(num_accepted, minlength=int(num_verified.max()) + 1)
         reached = histogram[::-1].cumsum()[::-1][1:]  # position i was accepted if A > i
         if len(reached) > len(self.accepted_per_pos):
             self.accepted_per_pos = np.pad(self.accepted_per_pos, (0, len(reached) - len(self.accepted_per_pos)))
