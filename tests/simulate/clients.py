@@ -5,7 +5,8 @@ submits again (attempt + 1, with all delivered tokens) when tokens are missing. 
 """
 
 import random
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -117,11 +118,14 @@ class Authors:
         self.num_written = 0
         longest = max(1, weather.prompt_tokens - 2)
         self.prefixes = [self._tokens(rng.randint(1, longest)) for _ in range(weather.shared_prefixes)]
+        self.earlier: deque[Prompt] = deque(maxlen=4)
         self.conversations: list[tuple[tuple[int, ...], int]] = []  # (prompt + output, salt)
 
     def write(self, now_ns: int, request_id: str | None = None, salt: int | None = None) -> Prompt:
         """A new prompt; `request_id` is used again if given, with its salt."""
         weather, rng = self.weather, self.rng
+        if request_id is None and self.earlier and rng.random() < weather.repeated:
+            return self.repeat(rng.choice(self.earlier))
         self.num_written += 1
         if salt is None:
             salt = rng.choice((0, 0, 0, 1))
@@ -130,7 +134,7 @@ class Authors:
         max_tokens = rng.randint(1, weather.output_tokens)
         if len(token_ids) + max_tokens > limit and rng.random() < 0.95:
             max_tokens = max(1, limit - len(token_ids))
-        return Prompt(
+        prompt = Prompt(
             request_id=request_id or f"r{self.num_written}",
             token_ids=token_ids,
             max_tokens=max_tokens,
@@ -142,6 +146,13 @@ class Authors:
             cancel_after=rng.randint(0, max_tokens) if rng.random() < 0.12 else None,
             is_poison=rng.random() < weather.poisonous,
         )
+        self.earlier.append(prompt)
+        return prompt
+
+    def repeat(self, prompt: Prompt) -> Prompt:
+        """The same once more, under another id."""
+        self.num_written += 1
+        return replace(prompt, request_id=f"r{self.num_written}", deadline_ns=None, cancel_after=None, is_poison=False)
 
     def remember(self, prompt: Prompt, outputs: list[int]) -> None:
         """A conversation that may go on."""

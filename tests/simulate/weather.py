@@ -65,6 +65,7 @@ class Weather:
     output_tokens: int  # at most
     shared_prefixes: int
     multi_turn: float
+    repeated: float  # share of requests that ask the same as an earlier one
     urgent: float  # share of requests with a deadline
     poisonous: float
     num_drafts_mode: str  # "policy", "row", "step": who chooses K
@@ -99,7 +100,7 @@ def draw_weather(rng: random.Random, *, num_workers: int | None = None, horizon:
     two_kinds = rng.random() < 0.15
     lossy_front = rng.random() < 0.4
     faults = Faults(
-        row_fails=rng.choice((0.0, 0.0, 0.003, 0.01)),
+        row_fails=rng.choice((0.0, 0.003, 0.01, 0.03)),
         step_fails=rng.choice((0.0, 0.0, 0.004, 0.01)),
         drafts_spoiled=rng.choice((0.05, 0.3, 0.3, 0.6)),
         drafter_fails=rng.choice((0.0, 0.1, 0.3)),
@@ -125,6 +126,7 @@ def draw_weather(rng: random.Random, *, num_workers: int | None = None, horizon:
         output_tokens=output_tokens,
         shared_prefixes=rng.choice((0, 1, 2, 4)),
         multi_turn=rng.choice((0.0, 0.3, 0.6)),
+        repeated=rng.choice((0.0, 0.2)),
         urgent=rng.choice((0.0, 0.1, 0.3)),
         poisonous=rng.choice((0.0, 0.0, 0.0, 0.05)),
         num_drafts_mode=rng.choice(("policy", "row", "row", "step")),

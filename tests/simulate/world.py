@@ -501,6 +501,9 @@ class World:
             self._resubmit(client, "aborted by a stranger")
         else:
             self._close(client, command.reason.value)
+            if command.reason is FinishReason.ERROR and self.rng.random() < 0.7:
+                self.met["tried again after an error"] += 1
+                self._after(MS, self._open, self.authors.repeat(client.prompt), client.front_end)
 
     def _on_rejected(self, command: RejectRequest) -> None:
         client = self._subscribed(command.stream, command.attempt)
