@@ -5,6 +5,7 @@ it, so nobody is starved; a request that no live worker can hold closes nothing.
 results; placement weights are documented at `placement_cost`.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Placement:
 
 def placement_cost(state: RequestState, worker: WorkerState, num_hit_tokens: int) -> int:
     """Tokens to compute, plus the worker's load in tokens. The least is chosen, then the first worker."""
-    inexact = state.fingerprint not in (None, worker.up.fingerprint)
+    inexact = state.num_outputs > 0 and state.fingerprint not in (None, worker.up.fingerprint)
     load = LOAD_TOKENS_PER_REQUEST * worker.rows.num_running
     return state.num_tokens - num_hit_tokens + load + INEXACT_TOKENS * inexact
 
@@ -53,11 +54,29 @@ def could_hold(worker: WorkerState, state: RequestState, config: SchedulerConfig
     return worker.accepts and worker.pool.num_blocks >= -(-state.end // config.block_size)
 
 
+def blocks_to_admit(state: RequestState, worker: WorkerState, config: SchedulerConfig) -> int:
+    """Blocks for all confirmed tokens plus one frame."""
+    upper = min(state.num_tokens + 1 + min(state.max_drafts, worker.up.max_drafts), state.end)
+    return -(-upper // config.block_size)
+
+
 def fits_now(state: RequestState, worker: WorkerState, hit: list[int], config: SchedulerConfig) -> bool:
     """A free row, and free blocks for all confirmed tokens plus one frame; idle hit blocks count as used."""
-    upper = min(state.num_tokens + 1 + min(state.max_drafts, worker.up.max_drafts), state.end)
-    missing = -(-upper // config.block_size) - len(hit)
+    missing = blocks_to_admit(state, worker, config) - len(hit)
     return worker.rows.num_free_rows > 0 and missing + worker.pool.num_idle(hit) <= worker.pool.num_free
+
+
+def fits_without(
+    state: RequestState, worker: WorkerState, victims: list[RequestState], config: SchedulerConfig
+) -> bool:
+    """Whether a request would fit if these left the worker: what they share with others stays in use."""
+    table, pool = worker.rows, worker.pool
+    tables = (table.block_table[victim.row, : table.num_blocks[victim.row]].tolist() for victim in victims)
+    held = Counter(block for blocks in tables for block in blocks)
+    freed = {block for block, count in held.items() if count == pool.reference_count(block)}
+    hit = hit_blocks_of(state, worker, config)
+    idle = pool.num_idle(hit) + len(freed.intersection(hit))
+    return blocks_to_admit(state, worker, config) - len(hit) + idle <= pool.num_free + len(freed)
 
 
 def place(state: RequestState, workers: Iterable[WorkerState], config: SchedulerConfig) -> Placement | None:

@@ -14,7 +14,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.admit import could_hold, fits_now, hit_blocks_of, place, seat
+from scheduler.admit import could_hold, fits_now, fits_without, hit_blocks_of, place, seat
 from scheduler.blocks import BlockPool
 from scheduler.checks import check_scheduler
 from scheduler.commit import Committed, commit_live, delivered_tokens, is_live, is_protocol_error
@@ -609,14 +609,11 @@ class Scheduler:
         holders = [worker for worker in self.workers.values() if could_hold(worker, head, self.config)]
         if head.num_deliver_frames or place(head, holders, self.config) is not None:
             return
-        candidates = [worker for worker in ready if worker in holders and self._lower(worker, head)]
+        lower = [(worker, self._lower(worker, head)) for worker in ready if worker in holders]
+        candidates = [(w, victims) for w, victims in lower if victims and fits_without(head, w, victims, self.config)]
         if not candidates:
             return
-        worker = max(candidates, key=lambda candidate: self._lower(candidate, head)[0].order_key)
-        victims = self._lower(worker, head)
-        reclaimable = sum(int(worker.rows.num_blocks[victim.row]) for victim in victims)
-        if worker.pool.num_free + reclaimable < -(-(head.num_tokens + 1) // self.config.block_size):
-            return
+        worker, victims = max(candidates, key=lambda candidate: candidate[1][0].order_key)
         for victim in victims:
             if fits_now(head, worker, hit_blocks_of(head, worker, self.config), self.config):
                 return
@@ -665,7 +662,7 @@ class Scheduler:
         worker = builder.worker
         self.counters.prefix_cache_queries += state.num_tokens
         self.counters.prefix_cache_hits += len(hit) * self.config.block_size
-        if state.fingerprint is None:
+        if state.fingerprint is None or state.num_outputs == 0:
             state.fingerprint = worker.up.fingerprint
         elif state.fingerprint != worker.up.fingerprint:
             state.inexact = True
