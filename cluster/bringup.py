@@ -25,7 +25,7 @@ from cluster.link import RayWorkerPort, one_line
 from cluster.local_ray import LocalRay
 from cluster.sizing import num_cpus, size
 from scheduler.actor import Liveness, SchedulerActor
-from worker.actor import HEALTH_GROUP, WorkerActor, WorkerTraits
+from worker.actor import HEALTH_GROUP, WorkerActor, WorkerSpec, WorkerTraits
 
 PLACEMENT_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
@@ -52,7 +52,6 @@ class Deployment:
         self.endpoints: list[str] = []  # HOST:PORT of each front end
         self._actors: list[ActorHandle[Any]] = []
         self._front_ends: list[ActorHandle[Any]] = []
-        self._placement: PlacementGroup | None = None
         with phase("Starting Ray on this machine"):
             num_workers = len(self.sizes.workers)
             self.ray = LocalRay(
@@ -96,8 +95,11 @@ class Deployment:
 
     def _start(self, phase: Phase) -> None:
         with phase("Placing the workers"):
-            self._placement = self._place()
-        workers = {spec.worker_id: self._start_worker(index) for index, spec in enumerate(self.sizes.workers)}
+            placement = self._place()
+        workers = {
+            spec.worker_id: self._start_worker(spec, PlacementGroupSchedulingStrategy(placement, index))
+            for index, spec in enumerate(self.sizes.workers)
+        }
         front_ends = [self._start_front_end(index) for index in range(self.config.num_front_ends)]
         with phase(f"Loading {self.sizes.model_name} into {len(workers)} worker{'s' * (len(workers) > 1)}"):
             loads = [front_end.load.remote() for front_end in front_ends]
@@ -115,14 +117,15 @@ class Deployment:
         try:
             ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
         except GetTimeoutError as error:
-            resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            resources = ray.cluster_resources()
             raise BringUpError(
                 f"no room for {len(bundles)} workers of {bundle} each; the cluster has {resources}"
             ) from error
         return group
 
-    def _start_worker(self, index: int) -> "ActorHandle[WorkerActor]":
-        spec = self.sizes.workers[index]
+    def _start_worker(
+        self, spec: WorkerSpec, placement: PlacementGroupSchedulingStrategy
+    ) -> "ActorHandle[WorkerActor]":
         return self._create(
             WorkerActor,
             spec,
@@ -131,7 +134,7 @@ class Deployment:
             num_gpus=1 if spec.device == "cuda" else 0,
             max_restarts=-1,
             concurrency_groups={HEALTH_GROUP: 1},
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
+            scheduling_strategy=placement,
             runtime_env={"env_vars": spec.environment()},
         )
 
@@ -165,8 +168,10 @@ class Deployment:
 
     def _create(self, actor_class: type, *arguments: object, **options: object) -> ActorHandle[Any]:
         """A detached actor. A failed call means "unknown", so Ray must never repeat one."""
-        remote_class: Any = ray.remote(lifetime="detached", max_task_retries=0, **options)(actor_class)
-        actor: ActorHandle[Any] = remote_class.remote(*arguments)
+        decorate: Any = ray.remote
+        actor: ActorHandle[Any] = decorate(lifetime="detached", max_task_retries=0, **options)(actor_class).remote(
+            *arguments
+        )
         self._actors.append(actor)
         return actor
 

@@ -1,5 +1,7 @@
 """Where a model comes from: the one this project fetches by itself, a local directory, or a hub name."""
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.errors import ConfigError
@@ -16,13 +18,26 @@ def resolve_model(name: str, display: Display) -> Path:
             raise ConfigError(f"--model: directory {name} has no config.json")
         return directory.resolve()
     if name == FETCHED:
-        return _fetched(display)
+        return _fetched(name, display)
     return _from_hub(name, display)
 
 
-def _fetched(display: Display) -> Path:
+def _fetched(name: str, display: Display) -> Path:
+    from worker.fetch import fetch
 
-    raise NotImplementedError
+    words = {"verify": "Checking", "download": "Downloading", "convert": "Converting", "write": "Writing"}
+    with contextlib.ExitStack() as bars:
+        advance: dict[str, Callable[[float], None]] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in advance:
+                advance[phase] = bars.enter_context(display.bar(f"{words[phase]} {name}", total))
+            advance[phase](done)
+
+        try:
+            return fetch(name, progress=progress)
+        except ValueError as error:
+            raise ConfigError(f"--model {name}: {error}") from error
 
 
 def _from_hub(name: str, display: Display) -> Path:

@@ -45,4 +45,5 @@ class Display:
             self._console.print(what, highlight=False)
         task = self._progress.add_task(what, total=total)
         yield lambda completed: self._progress.update(task, completed=completed)
-        self._progress.update(task, total=total or 1, completed=total or 1)
+        done = total if total is not None else 1.0
+        self._progress.update(task, total=done, completed=done)

@@ -33,10 +33,6 @@ class Asked:
     temperature: float
     seed: int
 
-    def expected(self, model: Model) -> list[int]:
-        sampling = SamplingParams(temperature=self.temperature, seed=self.seed)
-        return undisturbed(model, self.prompt, sampling, self.max_tokens).token_ids
-
 
 def random_requests(count: int, max_tokens: int, seed: int) -> list[Asked]:
     """Prompts with repetitions, so that n-gram drafts find something; greedy and sampled."""
@@ -60,6 +56,21 @@ def reference_model(directory: Path) -> Model:
     return load_model(
         directory, dtype=torch.float32, device="cpu", attention="cpu", num_blocks=32, block_size=BLOCK_SIZE
     )
+
+
+def expected(model: Model, requests: Sequence[Asked]) -> list[list[int]]:
+    """What each stream must be, on one thread like the workers: more only get in each other's way."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [
+            undisturbed(
+                model, asked.prompt, SamplingParams(temperature=asked.temperature, seed=asked.seed), asked.max_tokens
+            ).token_ids
+            for asked in requests
+        ]
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @contextmanager

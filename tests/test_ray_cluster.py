@@ -11,7 +11,7 @@ import pytest
 
 from cluster.bringup import Deployment
 from cluster.config import ServeConfig
-from tests.ray_streams import deployed, random_requests, reference_model, scheduler_stats, streams
+from tests.ray_streams import deployed, expected, random_requests, reference_model, scheduler_stats, streams
 from tests.tiny_model import save_tiny_model
 from worker.model import Model
 
@@ -42,7 +42,7 @@ def deployment(directory: Path) -> Iterator[Deployment]:
 def test_streams_over_ray_and_grpc_are_the_undisturbed_ones(deployment: Deployment, model: Model) -> None:
     requests = random_requests(12, 60, seed=1)
     got = asyncio.run(streams(deployment.endpoints[0], requests, disturb=False))
-    assert got == [asked.expected(model) for asked in requests]
+    assert got == expected(model, requests)
     stats = scheduler_stats(deployment.endpoints[0])
     assert len(stats["workers"]) == 2
     assert stats["num_accepted_tokens"] > 0
@@ -52,7 +52,7 @@ def test_streams_over_ray_and_grpc_are_the_undisturbed_ones(deployment: Deployme
 def test_preemptions_and_resets_in_flight_change_no_stream(deployment: Deployment, model: Model) -> None:
     requests = random_requests(8, 100, seed=2)
     got = asyncio.run(streams(deployment.endpoints[0], requests, disturb=True))
-    assert got == [asked.expected(model) for asked in requests]
+    assert got == expected(model, requests)
     stats = scheduler_stats(deployment.endpoints[0])
     assert sum(stats["num_preemptions"].values()) > 0
     assert sum(stats["stale_tokens_dropped"].values()) > 0
