@@ -1,5 +1,8 @@
 """The Triton attention backend: one store and one attention launch per layer, planned once per step."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from worker.attention import KVCache
@@ -8,12 +11,14 @@ from worker.kernels.attention import AttentionLaunch, AttentionShape, is_interpr
 from worker.kernels.store import store_kv
 from worker.kernels.tuning import SPLIT_SIZE, AttentionTiles, attention_tiles
 
+INVARIANT_QUERY_LEN = 4  # decodes and short verifies read KV once; long prefills pay for the smaller tiles
+
 
 class TritonAttention:
     """An `AttentionBackend` on CUDA or ROCm, or on CPU tensors under Triton's interpreter.
 
-    Knows nothing of layers but their index. With `row_invariant` every batch uses the same tiles, so that
-    a row's output is bitwise the same in any company on any GPU; without it long prefills use taller ones.
+    With `row_invariant` every batch uses the same tiles, so that a row's output is bitwise the same in any
+    company on any GPU; without it the rows of a program follow the batch's query lengths.
     """
 
     def __init__(
@@ -22,12 +27,12 @@ class TritonAttention:
         *,
         num_heads: int,
         scale: float | None = None,
-        sliding_window: int | None = None,
+        windows: Sequence[int | None] | None = None,  # [num_layers] sliding window of each layer
         softcap: float | None = None,
         row_invariant: bool = False,
         split_size: int = SPLIT_SIZE,
     ) -> None:
-        _, _, block_size, num_kv_heads, head_dim = kv_cache.key.shape
+        num_layers, _, block_size, num_kv_heads, head_dim = kv_cache.key.shape
         _check(kv_cache.key.device, num_heads, num_kv_heads, head_dim, block_size, split_size)
         self.kv_cache = kv_cache
         self.row_invariant = row_invariant
@@ -38,19 +43,19 @@ class TritonAttention:
             block_size=block_size,
             dtype=kv_cache.key.dtype,
             scale=head_dim**-0.5 if scale is None else scale,
-            sliding_window=sliding_window,
             softcap=softcap,
             split_size=split_size,
         )
+        self._layer_shapes = [replace(self.shape, sliding_window=w) for w in windows or (None,) * num_layers]
+        assert len(self._layer_shapes) == num_layers, f"{len(self._layer_shapes)} windows for {num_layers} layers"
         self._launch: AttentionLaunch | None = None
 
     @property
     def fingerprint(self) -> str:
-        """What this backend contributes to its worker's numbers."""
-        shape = self.shape
-        tiles = self._tiles(long_queries=False)
-        rows = "invariant" if self.row_invariant else "by-length"
-        return f"triton split={shape.split_size} tile={tiles.tile} rows={rows}"
+        """What decides this backend's numbers, in words."""
+        tiles = self._tiles(INVARIANT_QUERY_LEN)
+        rows = str(tiles.block_m) if self.row_invariant else "any"
+        return f"triton split={self.shape.split_size} tile={tiles.tile} rows={rows}"
 
     def prepare(self, batch: Batch) -> None:
         """Choose how this step's batch is cut. Reads shapes only, so nothing waits for the device."""
@@ -62,9 +67,10 @@ class TritonAttention:
 
     def launch_for(self, *, num_tokens: int, num_reqs: int, max_seq_len: int) -> AttentionLaunch:
         """A launch with a workspace of its own, for any batch of these sizes."""
+        mean_query_len = -(-num_tokens // max(num_reqs, 1))
         return plan_launch(
             self.shape,
-            tiles=self._tiles(long_queries=num_tokens >= 32 * max(num_reqs, 1)),
+            tiles=self._tiles(INVARIANT_QUERY_LEN if self.row_invariant else mean_query_len),
             num_tokens=num_tokens,
             num_reqs=num_reqs,
             max_seq_len=max_seq_len,
@@ -87,16 +93,16 @@ class TritonAttention:
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         paged_attention(
             query, key_cache, value_cache, out, batch.cu_seqlens_q, batch.seq_lens, batch.block_table,
-            self.shape, self._launch,
+            self._layer_shapes[layer], self._launch,
         )  # fmt: skip
         return out
 
-    def _tiles(self, *, long_queries: bool) -> AttentionTiles:
+    def _tiles(self, query_len: int) -> AttentionTiles:
         return attention_tiles(
             head_dim=self.shape.head_dim,
             group=self.shape.group,
+            query_len=query_len,
             dtype=self.shape.dtype,
-            long_queries=long_queries and not self.row_invariant,
             is_hip=torch.version.hip is not None,
         )
 

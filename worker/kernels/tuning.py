@@ -23,20 +23,26 @@ class AttentionTiles:
 
 
 def attention_tiles(
-    *, head_dim: int, group: int, dtype: torch.dtype, long_queries: bool, is_hip: bool = False
+    *, head_dim: int, group: int, query_len: int, dtype: torch.dtype, is_hip: bool = False
 ) -> AttentionTiles:
-    """Tiles for `group` query heads per KV head. `long_queries`: prefill chunks rather than decodes and verifies."""
-    rows = _power_of_2(max(group, 64 if long_queries and dtype != torch.float32 else 16))
+    """Tiles for `group` query heads per KV head and requests of about `query_len` new tokens.
+
+    The KV tile, which decides in what order a row's sums are taken, depends on head size and dtype only.
+    """
+    rows = max(min(max(_power_of_2(group * query_len), 16), 64), _power_of_2(group))
+    small, wide = head_dim <= 64, head_dim > 128
     if dtype == torch.float32:
-        return AttentionTiles(block_m=rows, tile=32, num_warps=4, num_stages=2 if head_dim <= 128 else 1)
+        # Plain float32 products need many registers: few rows, whatever the query length.
+        rows = max(16, _power_of_2(group))
+        return AttentionTiles(block_m=rows, tile=32, num_warps=8 if small else 4, num_stages=2 if small else 1)
     if is_hip:
-        return AttentionTiles(block_m=rows, tile=32, num_warps=4, num_stages=1)
-    wide = head_dim > 128
+        return AttentionTiles(block_m=rows, tile=32, num_warps=8 if wide else 4, num_stages=1)
+    few_rows = rows <= (32 if small else 16)
     return AttentionTiles(
         block_m=rows,
         tile=32 if wide else 64,
-        num_warps=8 if wide and rows >= 64 else 4,
-        num_stages=2 if wide else 3,
+        num_warps=4 if few_rows and not wide else 8,
+        num_stages=3 if few_rows and not small and not wide else 2,
     )
 
 
