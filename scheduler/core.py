@@ -48,6 +48,7 @@ from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
 
 MAX_ENDED_STORIES = 256
+MAX_PASSED_BY = 8  # epochs begun meanwhile: the worker with the best prefix is a preference, not a prison
 ChooseDrafts = Callable[[str, Int32Array], Int32Array]
 
 
@@ -644,6 +645,8 @@ class Scheduler:
         self, state: RequestState, index: int, builders: dict[str, PlanBuilder], open_workers: dict[str, WorkerState]
     ) -> bool:
         holders = [worker for worker in open_workers.values() if could_hold(worker, state, self.config)]
+        if self._was_passed_by(state):
+            holders = [worker for worker in holders if worker.worker_id in builders]
         placement = place(state, holders, self.config)
         if placement is None:
             for worker in holders:
@@ -653,10 +656,15 @@ class Scheduler:
         builder = builders.get(worker.worker_id)
         if builder is None or builder.budget <= 0:
             del open_workers[worker.worker_id]
+            state.waits_since_epoch = state.waits_since_epoch or self._next_epoch
             return False
         del self.waiting[index]
         self._seat(state, placement.hit_blocks, builder)
         return True
+
+    def _was_passed_by(self, state: RequestState) -> bool:
+        """Whether so many were seated while this one waited for a busy worker, perhaps silent, that any other will do."""
+        return bool(state.waits_since_epoch) and self._next_epoch - state.waits_since_epoch > MAX_PASSED_BY
 
     def _seat(self, state: RequestState, hit: list[int], builder: PlanBuilder) -> None:
         worker = builder.worker
@@ -668,6 +676,7 @@ class Scheduler:
             state.inexact = True
         epoch = self._next_epoch
         self._next_epoch += 1
+        state.waits_since_epoch = 0
         seat(state, hit, builder, epoch=epoch, front_end=self._front_end_index(state), config=self.config)
         where = f"worker {worker.worker_id} session {worker.session} row {state.row}"
         self._tell(state, f"seated: {where} epoch {epoch}, {len(hit)} hit blocks, T={state.num_tokens}")

@@ -37,7 +37,7 @@ class RequestState:
         "arrival", "digests", "end", "epoch", "fingerprint", "former_worker", "inexact", "max_drafts",
         "num_accepted_tokens", "num_cached_tokens", "num_deliver_frames", "num_draft_tokens", "num_losses",
         "num_preemptions", "num_prompt", "num_tokens", "order_key", "request", "root", "row", "stop_ids", "story",
-        "token_ids", "worker",
+        "token_ids", "waits_since_epoch", "worker",
     )  # fmt: skip
 
     def __init__(self, request: Request, config: SchedulerConfig, arrival: int) -> None:
@@ -59,6 +59,7 @@ class RequestState:
         self.epoch = 0
         self.former_worker: WorkerState | None = None  # where its deliver frames fly
         self.num_deliver_frames = 0  # of an epoch left behind; planned again only at 0
+        self.waits_since_epoch = 0  # the next epoch when it began to wait for a busy worker; 0: it does not
         self.num_losses = 0  # epochs that ended with their worker
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None
