@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 
 ROW_UNIT = 4  # fewer rows take another code path: a GEMV, or a kernel for odd row counts
-PROBE_FLOPS = 8e9  # of the largest product tried by a probe: a fraction of a second
+PROBE_FLOPS = 4e9  # of the largest product tried by a probe: tens of milliseconds
 MAX_TILE = 512
+
+# (out, in, dtype, threads, has a bias) -> packing and tile; a model has a handful of shapes, however many layers
+_PROBED: "dict[tuple[int | torch.dtype | bool, ...], tuple[int | None, RowTile]]" = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,6 @@ class Linear:
             return self(F.pad(x, (0, 0, 0, padded - num_rows)))[:num_rows]
         if num_rows <= self.tile.rows:
             return self._product(x)
-        # padded_rows of what is left over: a tile is no multiple of every ladder step.
         return torch.cat([self(rows) for rows in x.split(self.tile.rows)])
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,25 +81,38 @@ class Linear:
         return F.linear(x, self._weight, self._bias)
 
     def _pack_and_probe(self, weight: torch.Tensor) -> None:
-        """Pack for any row count; where that is exact for few rows only, try the packing for one row."""
+        """Pack the weight as the shape's probe found best, running the probe if it is the first of its shape."""
+        shape = (*weight.shape, weight.dtype, torch.get_num_threads(), self._bias is not None)
+        if shape not in _PROBED:
+            _PROBED[shape] = self._probe(weight)
+        hint, self.tile = _PROBED[shape]
+        self._weight = self._packed(weight, hint)
+
+    def _packed(self, weight: torch.Tensor, hint: int | None) -> torch.Tensor:
+        """weight as oneDNN blocks it for products of `hint` rows; None leaves the choice to it."""
         if not self._is_packed:
-            self.tile = self._probe(weight.dtype)
-            return
-        best: RowTile | None = None
+            return weight
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, hint)
+        return packed
+
+    def _probe(self, weight: torch.Tensor) -> tuple[int | None, RowTile]:
+        """The packing with the largest exact tile: that for any row count or, if it is exact for few only, for one."""
+        best: tuple[int | None, RowTile] | None = None
         for hint in (None, 1):
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, hint)
-            tile = self._probe(weight.dtype)
-            if best is None or tile.rows > best.rows:
-                best, packed = tile, self._weight
-            if tile.rows >= self._max_rows():
+            self._weight = self._packed(weight, hint)
+            tile = self._probe_tile(weight.dtype)
+            if best is None or tile.rows > best[1].rows:
+                best = hint, tile
+            if tile.rows >= self._max_rows() or not self._is_packed:
                 break
-        self.tile, self._weight = best, packed
+        assert best is not None
+        return best
 
     def _max_rows(self) -> int:
         affordable = PROBE_FLOPS / (2 * self.in_features * self.out_features)
         return max(rows for rows in row_counts(MAX_TILE) if rows <= max(affordable, 32))
 
-    def _probe(self, dtype: torch.dtype) -> RowTile:
+    def _probe_tile(self, dtype: torch.dtype) -> RowTile:
         """The largest row count up to which all counts of the ladder give each row the same bits."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(self._max_rows(), self.in_features, generator=generator).to(dtype)
@@ -107,9 +122,10 @@ class Linear:
         for rows in row_counts(self._max_rows())[1:]:
             out = self._product(x[:rows])
             num_known = known.shape[0]
-            moved = self._product(x[:rows].flip(0)).flip(0)
-            if not (torch.equal(out[:num_known], known) and torch.equal(moved, out)):
+            if not torch.equal(out[:num_known], known):
                 return RowTile(rows=num_known, exact=True)
+            if rows.bit_count() == 1 and not torch.equal(self._product(x[:rows].flip(0)), out.flip(0)):
+                return RowTile(rows=num_known, exact=True)  # a row's place in the tile matters
             known = out
         return RowTile(rows=known.shape[0], exact=True)
 
