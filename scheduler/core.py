@@ -663,7 +663,7 @@ class Scheduler:
         return True
 
     def _was_passed_by(self, state: RequestState) -> bool:
-        """Whether so many were seated while this one waited for a busy worker, perhaps silent, that any other will do."""
+        """Whether many were seated while this one waited for a busy worker, perhaps silent: any other will do now."""
         return bool(state.waits_since_epoch) and self._next_epoch - state.waits_since_epoch > MAX_PASSED_BY
 
     def _seat(self, state: RequestState, hit: list[int], builder: PlanBuilder) -> None:
