@@ -228,6 +228,7 @@ class Ledger:
                     assert_never(command)
         self._settle(event)
         self._must_have_happened(event)
+        self._must_not_idle()
 
     def _settle(self, event: Event) -> None:
         """Results are applied in step_seq order: forget the frames of those applied now."""
@@ -259,6 +260,20 @@ class Ledger:
                 if alive is not None and alive.request.attempt == event.attempt:
                     raise Violation("alive after its cancel", event.request_id)
 
+    def _must_not_idle(self) -> None:
+        """In a pipeline with room everybody seated has a frame; nobody waits for a worker that idles."""
+        for session in self.sessions.values():
+            if len(session.in_flight) >= self.config.max_steps_in_flight:
+                continue
+            flying = {epoch for frames in session.in_flight.values() for epoch in frames}
+            for epoch, attempt in session.epochs.items():
+                if epoch not in flying and attempt.epoch == epoch and attempt.closed is None:
+                    raise Violation(f"idles on {session.up.worker_id}", attempt.request.request_id)
+        if len(self.sessions) == 1 and not session.epochs and not session.in_flight:
+            for attempt in self.live.values():
+                if self._could_run(attempt):
+                    raise Violation("waits although the worker is idle", attempt.request.request_id)
+
     def _submitted(self, request: Request, commands: list[Command]) -> None:
         """Decide whether the submission was taken, and follow it."""
         alive = self.live.get(request.request_id)
@@ -274,6 +289,8 @@ class Ledger:
             self._meet_request(request.request_id, "replaced")
             self._close(alive, "replaced")
         attempt = self.attempts[request.stream]
+        if request.attempt and ending(request, attempt.token_ids, self.config.max_model_len) is not None:
+            self.coverage["submitted complete", "any"] += 1
         if attempt.closed is not None:  # its submission was repeated after its end: it lives once more
             attempt = Attempt(request, attempt.versions[: len(request.resume_token_ids)])
             self.attempts[request.stream] = attempt
@@ -524,7 +541,11 @@ class Ledger:
         by_priority = self.config.scheduling_policy == "priority"
         if by_priority and other.request.priority > attempt.request.priority:
             return False
-        total = len(other.request.prompt_token_ids) + other.request.max_tokens
+        return self._could_run(other)
+
+    def _could_run(self, attempt: Attempt) -> bool:
+        """Whether some worker that takes requests has a pool for all of it."""
+        total = len(attempt.request.prompt_token_ids) + attempt.request.max_tokens
         blocks = -(-min(total, self.config.max_model_len) // self.config.block_size)
         return any(
             session.up.num_blocks >= blocks and session.drain_deadline_ns is None for session in self.sessions.values()

@@ -118,7 +118,7 @@ def draw_weather(rng: random.Random, *, num_workers: int | None = None, horizon:
         front_link=Link(lost=0.04, repeated=0.06, straggles=0.06, ordered=False) if lossy_front else RELIABLE,
         step_ns=rng.choice((3, 6, 10)) * MS,
         tick_ns=rng.choice((11, 19, 29)) * MS,
-        action_ns=rng.choice((8, 14, 25)) * MS,
+        action_ns=rng.choice((8, 14, 25)) * MS // max(1, workers // 8),
         actions=_draw_actions(rng),
         replays=rng.choice((0.0, 0.3, 0.8)),
         max_open=rng.choice((4, 8, 12, 16)) * (1 if workers <= 8 else 6),

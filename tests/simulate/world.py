@@ -720,6 +720,7 @@ class World:
         met["draft slots of hits stale"] = sum(worker.num_stale_draft_slots for worker in workers)
         met["prefix hit tokens"] = self.num_hit_tokens + self.ledger.num_hit_tokens
         met["stops inside accepted runs"] = self.num_cut_runs + self.ledger.num_cut_runs
+        met["submitted although complete"] = self.coverage["submitted complete", "any"]
         met["times overtaken"] = self.coverage["overtaken", "any"]
         for client in self.clients:
             met[f"client: {client.outcome}"] += 1
