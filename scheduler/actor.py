@@ -284,7 +284,9 @@ class SchedulerActor:
     async def _hear(self, worker_id: str, session: _Session) -> bool:
         """Whether the worker answers; ends the session if it answers from another one."""
         try:
-            current = await asyncio.wait_for(self._workers[worker_id].health(), self._liveness.worker_down_after_s)
+            # Not wait_for: on Python 3.11 it loses a cancellation that meets its result, and `stop` would never end.
+            async with asyncio.timeout(self._liveness.worker_down_after_s):
+                current = await self._workers[worker_id].health()
         except (WorkerUnreachable, TimeoutError):
             return False
         if current != session.number:
