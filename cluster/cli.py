@@ -87,7 +87,7 @@ def _serve(config: ServeConfig) -> None:
         deployment = Deployment(config, directory, display.phase)
     record: Path | None = None
     try:
-        record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray.processes())
+        record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray)
         for endpoint in deployment.endpoints:
             _print(f"ready {endpoint}")
         while (ended := deployment.wait(WAIT_S)) is None:

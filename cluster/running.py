@@ -6,11 +6,13 @@ be dead, and its leftovers can still be ended.
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster.local_ray import LocalRay
 from cluster.processes import end, started_at, wait_until_gone
 from cluster.ray_environment import state_directory
 
@@ -26,6 +28,7 @@ class Running:
     pid_started_at: int
     endpoints: tuple[str, ...]  # HOST:PORT of each front end
     model: str
+    directory: str  # of Ray's files, removed at the end
     processes: tuple[tuple[int, int], ...]  # (pid, started_at) of everything it started
 
     @property
@@ -34,13 +37,18 @@ class Running:
         return started_at(self.pid) == self.pid_started_at
 
 
-def record(endpoints: Sequence[str], model: str, processes: Sequence[tuple[int, int]]) -> Path:
+def record(endpoints: Sequence[str], model: str, local: LocalRay) -> Path:
     """Write down that this process serves; the file, to be removed at the end."""
     pid = os.getpid()
     start = started_at(pid)
     assert start is not None
     running = Running(
-        pid=pid, pid_started_at=start, endpoints=tuple(endpoints), model=model, processes=tuple(processes)
+        pid=pid,
+        pid_started_at=start,
+        endpoints=tuple(endpoints),
+        model=model,
+        directory=str(local.directory),
+        processes=tuple(local.processes()),
     )
     path = state_directory() / f"{pid}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,6 +72,7 @@ def take_down(path: Path, running: Running) -> None:
         if wait_until_gone([(running.pid, running.pid_started_at)], STOP_TIMEOUT_S):
             os.kill(running.pid, signal.SIGTERM)  # the second one forces
     end(running.processes, LEFTOVER_GRACE_S)
+    shutil.rmtree(running.directory, ignore_errors=True)
     path.unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ from tests.ray_streams import deployed, expected, random_requests, reference_mod
 from tests.tiny_model import save_tiny_model
 from worker.model import Model
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
