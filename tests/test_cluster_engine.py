@@ -22,6 +22,7 @@ from tests.oracle import OracleDrafter, ToyModel, undisturbed
 from worker.batch import Batch
 from worker.drafter import Drafter, NgramDrafter
 from worker.model import Model
+from worker.rows import RowState
 from worker.runner import Runner
 from worker.sanitizer import KVSanitizer
 
@@ -323,3 +324,91 @@ def test_results_of_a_session_that_is_over_are_ignored() -> None:
         engine.handle(message)
     assert_all_as_expected(engine.run(), range(3))
     assert engine.scheduler.stats().num_stale_results > 0
+
+
+# ---- traps ----
+
+
+@pytest.mark.parametrize("first_reset", [6, 18])
+def test_trap_4_resets_on_consecutive_steps_drop_frames_and_no_token(first_reset: int) -> None:
+    streams = {f"r{number}": expected(number, 100) for number in range(3)}
+    drafter = OracleDrafter(max_drafts=3, vocab_size=VOCAB, spoil=0.25)
+    drafter.learn({f"r{number}": [*prompt(number), *streams[f"r{number}"]] for number in range(3)})
+    engine = Engine([runner_of(drafter=drafter)], replace(CONFIG, max_drafts=3, max_steps_in_flight=4))
+    for number in range(3):
+        engine.submit(prompt(number), GREEDY, 100, f"r{number}")
+    dropped = 0
+    for step in range(first_reset + 2):
+        if step >= first_reset:
+            engine.handle(CacheReset(reset_running=True))
+            dropped = max(dropped, engine.scheduler.stats().async_tokens_to_discard)
+        engine.step()
+        engine.scheduler.check()
+    assert dropped > 0
+    outputs = engine.run()
+    assert {request_id: output.token_ids for request_id, output in outputs.items()} == streams
+    assert all(engine.scheduler.async_tokens_to_discard(f"r{number}") == 0 for number in range(3))
+
+
+def test_trap_9_penalties_see_real_tokens_under_speculation_with_steps_in_flight() -> None:
+    sampling = SamplingParams(
+        temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3
+    )
+    drafter = OracleDrafter(max_drafts=4, vocab_size=VOCAB, spoil=0.3)
+    drafter.learn({f"r{number}": [*prompt(number), *expected(number, sampling=sampling)] for number in range(5)})
+    engine = Engine([runner_of(drafter=drafter)], replace(CONFIG, max_steps_in_flight=3))
+    submit_all(engine, range(5), sampling)
+    outputs = engine.run()
+    for number in range(5):
+        assert outputs[f"r{number}"].token_ids == expected(number, sampling=sampling)
+    assert engine.scheduler.stats().num_accepted_tokens > 0
+
+
+def test_trap_12_a_request_outgrows_its_drafter_and_goes_on_without_drafts() -> None:
+    repeating = toy(last_token_weight=1000.0)
+    drafter = NgramDrafter(max_drafts=4, prompt_lookup_min=1, max_model_len=80)
+    engine = Engine([runner_of(drafter=drafter, model=repeating)], CONFIG)
+    engine.submit(prompt(0), GREEDY, 190, "long")
+    num_draft_tokens = []
+    while engine.outputs["long"].finish is None:
+        engine.step()
+        length = len(prompt(0)) + len(engine.outputs["long"].token_ids)
+        if length > 80:
+            num_draft_tokens.append(engine.scheduler.stats().num_draft_tokens)
+    output = engine.run()["long"]
+    assert output.finish_reason is FinishReason.LENGTH
+    assert len(output.token_ids) == 190
+    assert num_draft_tokens[-1] == num_draft_tokens[0] > 0
+
+
+def test_trap_31_acceptance_of_others_stays_when_one_request_outgrows_the_drafter() -> None:
+    accepted = []
+    for others in (0, 1):
+        drafter = NgramDrafter(max_drafts=4, prompt_lookup_min=1, max_model_len=80)
+        engine = Engine([runner_of(drafter=drafter, model=toy(last_token_weight=1000.0))], CONFIG)
+        for _ in range(others):
+            engine.submit([*range(40), *range(40)], GREEDY, 100, "long")
+        engine.submit(prompt(0), GREEDY, 60, "short")
+        finish = engine.run()["short"].finish
+        assert finish is not None
+        accepted.append((finish.num_accepted_tokens, finish.num_draft_tokens))
+    assert accepted[0] == accepted[1]
+    assert accepted[0][0] > 0
+
+
+def test_trap_33_drafts_that_were_planned_but_never_made_count_nowhere() -> None:
+    class Silent:
+        """Has no idea."""
+
+        max_drafts = 4
+
+        def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
+            return [[] for _ in rows]
+
+    engine = Engine([runner_of(drafter=Silent())], CONFIG)
+    submit_all(engine, range(3))
+    assert_all_as_expected(engine.run(), range(3))
+    stats = engine.scheduler.stats()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (0, 0, 0)
+    assert stats.mean_acceptance_length == 1.0
+    assert stats.tokens_rolled_back > 0

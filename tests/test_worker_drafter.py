@@ -81,7 +81,7 @@ def test_matches_are_those_of_a_brute_force_search() -> None:
         assert latest_match(token_ids, shortest, longest) == brute_force_match(token_ids.tolist(), shortest, longest)
 
 
-def test_drafts_extend_the_last_confirmed_token_whatever_lies_behind_it() -> None:
+def test_trap_7_drafts_extend_the_last_confirmed_token_whatever_lies_behind_it() -> None:
     """Stale drafts of an earlier frame stand behind the confirmed tokens; the drafter must not see them."""
     row = row_of(1, 2, 3, 4, 1, 2)
     row.hold_drafts([3, 4, 1])
@@ -91,7 +91,7 @@ def test_drafts_extend_the_last_confirmed_token_whatever_lies_behind_it() -> Non
     assert NgramDrafter(max_drafts=4).propose([row], [2]) == [[]]
 
 
-def test_past_its_own_limit_the_drafter_falls_silent_and_up_to_it_counts_confirmed_tokens() -> None:
+def test_trap_16_up_to_its_own_limit_the_drafter_counts_confirmed_tokens_and_is_silent_past_it() -> None:
     drafter = NgramDrafter(max_drafts=4, max_model_len=10)
     assert drafts_of(drafter, *[7] * 6) == [7, 7, 7, 7]
     assert drafts_of(drafter, *[7] * 8) == [7, 7]
@@ -99,7 +99,7 @@ def test_past_its_own_limit_the_drafter_falls_silent_and_up_to_it_counts_confirm
     assert drafts_of(drafter, *[7] * 15) == []
 
 
-def test_one_row_past_the_limit_leaves_the_drafts_of_others_as_they_were() -> None:
+def test_trap_31_one_row_past_the_limit_leaves_the_drafts_of_others_as_they_were() -> None:
     drafter = NgramDrafter(max_drafts=4, max_model_len=10)
     assert drafter.propose([row_of(*[7] * 15), row_of(*[8] * 4)], [4, 4]) == [[], [8, 8, 8, 8]]
 

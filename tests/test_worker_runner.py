@@ -220,7 +220,7 @@ def test_streams_are_those_of_plain_decoding_for_every_k(num_drafts: int, sampli
     assert outputs == expected
 
 
-def test_a_resumed_row_continues_behind_all_its_outputs() -> None:
+def test_trap_8_a_resumed_row_continues_behind_all_its_outputs() -> None:
     expected = reference()
     hand = hand_of()
     hand.arrive(1, outputs=expected[:10])
@@ -262,7 +262,7 @@ def test_no_more_drafts_are_verified_than_are_pending() -> None:
     assert returned(result) == [stream[10:11]]
 
 
-def test_no_more_drafts_are_verified_than_planned_and_the_rest_is_forgotten() -> None:
+def test_trap_6_drafts_left_over_from_an_earlier_frame_are_never_used() -> None:
     stream = [*PROMPT, *reference()]
     hand = hand_of(oracle_for(stream))
     hand.arrive(1)
@@ -276,7 +276,7 @@ def test_no_more_drafts_are_verified_than_planned_and_the_rest_is_forgotten() ->
     assert returned(result) == [stream[9:10]]
 
 
-def test_drafts_of_a_row_that_was_passed_over_are_used_when_it_is_planned_again() -> None:
+def test_trap_6_drafts_of_a_row_that_was_passed_over_are_used_when_it_is_planned_again() -> None:
     stream = [*PROMPT, *reference()]
     hand = hand_of(oracle_for(stream))
     hand.arrive(1)
@@ -292,7 +292,7 @@ def test_drafts_of_a_row_that_was_passed_over_are_used_when_it_is_planned_again(
     assert returned(result) == [stream[7:11]]
 
 
-def test_near_its_end_a_row_verifies_and_proposes_only_what_can_still_count() -> None:
+def test_trap_11_near_its_end_a_row_verifies_and_proposes_only_what_can_still_count() -> None:
     stream = [*PROMPT, *reference()]
     drafter = oracle_for(stream)
     hand = hand_of(drafter)
@@ -322,7 +322,7 @@ def test_a_row_at_its_end_answers_no_tokens_and_writes_nothing() -> None:
     assert torch.equal(model.kv_cache.key, before)
 
 
-def test_the_drafter_sees_confirmed_tokens_of_rows_that_returned_some() -> None:
+def test_trap_7_the_drafter_sees_confirmed_tokens_of_rows_that_returned_some() -> None:
     stream = [*PROMPT, *reference()]
     drafter = ListDrafter(63, 63, 63)  # never right
     hand = hand_of(drafter)
@@ -365,7 +365,7 @@ def test_prompt_lookup_drafts_are_accepted_where_the_text_repeats() -> None:
 # ---- what comes back ----
 
 
-def test_each_row_gets_its_own_logprobs_when_rows_accept_different_counts() -> None:
+def test_trap_14_each_row_gets_its_own_logprobs_when_rows_accept_different_counts() -> None:
     sampling = SamplingParams(temperature=0.0, num_logprobs=2)
     model = ToyModel(vocab_size=VOCAB, num_blocks=NUM_BLOCKS, block_size=BLOCK)
     prompts = (PROMPT, (8, 8, 8), (3, 1))
@@ -532,7 +532,7 @@ def test_an_unknown_epoch_fails_alone() -> None:
         (6, 1, (5, NUM_BLOCKS), "block ids [5, 64] in a pool of 64 blocks"),
     ],
 )
-def test_a_frame_the_protocol_does_not_allow_ends_that_request_alone(
+def test_trap_5_a_frame_the_protocol_does_not_allow_ends_that_request_alone(
     num_scheduled: int, reserved: int, blocks: Sequence[int], message: str
 ) -> None:
     hand = hand_of()

@@ -227,7 +227,7 @@ def test_verification_emits_what_decoding_one_by_one_emits(name: str) -> None:
         assert len(verified.logprobs) == num_accepted + 1
 
 
-def test_a_60_percent_token_is_drawn_60_percent_of_the_time() -> None:
+def test_trap_34_a_60_percent_token_is_drawn_60_percent_of_the_time() -> None:
     logits = np.log(np.array([0.6, 0.3, 0.1], np.float32))
     noise = gumbel(3, np.arange(NUM_DRAWS)[:, None], np.arange(3)[None, :])
     draws = np.argmax(logits.astype(np.float64) + noise, axis=1)
@@ -249,7 +249,7 @@ def test_consecutive_positions_are_independent() -> None:
     ("drafts", "targets", "emitted"),
     [([1, 2, 3], [1, 5, 3, 4], [1, 5]), ([1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]), ([], [5], [5])],
 )
-def test_greedy_verification_table(drafts: list[int], targets: list[int], emitted: list[int]) -> None:
+def test_trap_35_greedy_verification_table(drafts: list[int], targets: list[int], emitted: list[int]) -> None:
     logits = np.zeros((len(targets), VOCAB), np.float32)
     logits[np.arange(len(targets)), targets] = 1.0
     assert verify(sampler_of(SamplingParams(temperature=0.0)), logits, 6, drafts).token_ids == emitted
@@ -301,14 +301,14 @@ def test_a_bias_counts_before_the_penalties_and_both_before_the_temperature() ->
     assert processed[7] == (np.float64(LOGITS[7]) + 1.1) / 2.0 - 0.25
 
 
-def test_penalties_at_a_draft_position_see_the_drafts_before_it() -> None:
+def test_trap_9_penalties_at_a_draft_position_see_the_drafts_before_it() -> None:
     logits = np.tile(np.array([2.0, 1.5, 1.4, 0.0], np.float32), (3, 1))
     sampling = SamplingParams(temperature=0.0, presence_penalty=1.0)
     sampler = TokenSampler(sampling, np.array([3], np.int32), np.empty(0, np.int32), 4)
     assert verify(sampler, logits, 1, [0, 1]).token_ids == [0, 1, 2]
 
 
-def test_a_rejected_draft_leaves_no_trace_in_the_penalties() -> None:
+def test_trap_9_a_rejected_draft_leaves_no_trace_in_the_penalties() -> None:
     logits = np.tile(np.array([2.0, 1.5, 1.4, 0.0], np.float32), (3, 1))
     sampling = SamplingParams(temperature=0.0, presence_penalty=1.0)
     sampler = TokenSampler(sampling, np.array([3], np.int32), np.empty(0, np.int32), 4)
