@@ -9,14 +9,15 @@ from scheduler.events import (
     CacheReset,
     CloseSession,
     DrainRequested,
+    EmitTokens,
     PreemptRequested,
     StepFailed,
     StepFinished,
     SwapRequested,
     WorkerDown,
 )
-from scheduler.request import FinishReason
-from scheduler.step import StepResult
+from scheduler.request import FinishReason, SamplingParams
+from scheduler.step import RowLogprobs, StepResult
 from tests.builders import Counted, Stage, cancelled, scripted, submitted
 
 RESET = CacheReset(reset_running=True)
@@ -284,32 +285,73 @@ def test_no_placeholder_ever_stands_in_a_history() -> None:
 
 def test_delivered_token_that_ends_its_request_takes_it_off_the_queue() -> None:
     """Its other frames become drop, and nothing follows its end."""
-    stage = squeezed(3)
-    until_delivering(stage)
-    state = stage.scheduler.requests["r1"]
-    num_frames = state.num_deliver_frames
-    state.stop_ids = (5,)  # whatever comes next ends it
-    while "r1" not in stage.finished:
-        stage.reply({name: [5] for name in stage.in_flight()[0]})
-    assert stage.finished["r1"].reason is FinishReason.STOP
-    assert stage.scheduler.async_tokens_to_discard("r1") == num_frames - 1
-    assert all(waiting.request.request_id != "r1" for waiting in stage.scheduler.waiting)
+    stage = Stage(max_drafts=3, max_steps_in_flight=3, scheduling_policy="priority")
+    stage.up(max_num_seqs=1)
+    stage.handle(submitted("r0", 8, max_tokens=30, priority=1, sampling=SamplingParams(stop_token_ids=(42,))))
+    stage.reply({"r0": [1]})
+    stage.handle(submitted("r1", 8, max_tokens=2, priority=0))
+    stage.reply({"r0": [2]})
+    assert [frames["r0"].reserved for frames in stage.in_flight() if "r0" in frames] == [4, 4]
+    assert stage.scheduler.requests["r0"].num_deliver_frames == 2
+    stage.reply({"r0": [3, 42, 5]})
+    assert stage.outputs["r0"] == [1, 2, 3, 42]
+    assert stage.finished["r0"].reason is FinishReason.STOP
+    assert stage.scheduler.async_tokens_to_discard("r0") == 4
+    assert stage.scheduler.waiting == []
+    stage.reply({"r0": [6, 7]})
+    assert stage.scheduler.stats().stale_tokens_dropped == {"finished": 2}
+    stage.run()
+    stage.assert_settled()
+
+
+def ousted() -> Stage:
+    """r0 gave its row to r1 of higher priority while one frame of K = 3 was in flight; outputs [1, 2]."""
+    stage = Stage(max_drafts=3, max_steps_in_flight=2, scheduling_policy="priority")
+    stage.up(max_num_seqs=1)
+    stage.handle(submitted("r0", 8, max_tokens=30, priority=1, sampling=SamplingParams(stop_token_ids=(42,))))
+    stage.reply({"r0": [1]})
+    stage.handle(submitted("r1", 8, max_tokens=2, priority=0))
+    stage.reply({"r0": [2]})
+    assert stage.scheduler.requests["r0"].num_deliver_frames == 1
+    assert stage.in_flight()[0]["r0"].num_drafts == 3
+    return stage
 
 
 def test_delivered_tokens_count_in_acceptance_and_move_no_counter() -> None:
-    """C and PH of a waiting request stay 0; what was accepted counts."""
-    stage = squeezed(3, max_drafts=3)
-    until_delivering(stage)
-    name = "r1"
-    while name not in stage.in_flight()[0]:
-        stage.answer()
-    verified = stage.in_flight()[0][name].num_drafts
+    """C and PH of a waiting request stay 0; what was verified and accepted counts."""
+    stage = ousted()
     before = stage.scheduler.stats()
-    stage.reply({other: [1] for other in stage.in_flight()[0]}, num_verified={name: verified})
+    assert stage.counted("r0") == Counted(T=10, C=0, PH=0, IF=0)
+    stage.reply({"r0": [3, 4, 5]})
     after = stage.scheduler.stats()
-    assert stage.counted(name)[1:] == (0, 0, 0)
-    assert after.num_draft_tokens - before.num_draft_tokens >= verified
-    assert after.tokens_salvaged == before.tokens_salvaged + 1
+    assert stage.counted("r0") == Counted(T=13, C=0, PH=0, IF=0)
+    assert stage.outputs["r0"] == [1, 2, 3, 4, 5]
+    assert after.num_draft_tokens - before.num_draft_tokens == 3
+    assert after.num_accepted_tokens - before.num_accepted_tokens == 2
+    assert after.tokens_salvaged == 3
+    assert stage.scheduler.async_tokens_to_discard("r0") == 0
+    stage.run()
+    assert stage.outputs["r0"] == [1, 2, 3, 4, 5, *scripted("r0", 5, 30)]
+
+
+def test_delivered_tokens_and_logprobs_are_cut_at_a_stop() -> None:
+    """The same rules as for a running request, in a command of its own."""
+    stage = ousted()
+    top = np.array([[10], [11], [12]], np.int32)
+    logprobs = RowLogprobs(
+        row_index=0,
+        logprobs=np.array([-1, -2, -3], np.float32),
+        top_token_ids=top,
+        top_logprobs=-top.astype(np.float32),
+    )
+    [emit] = [c for c in stage.reply({"r0": [3, 42, 5]}, logprobs=(logprobs,)) if isinstance(c, EmitTokens)]
+    assert (emit.streams.tolist(), emit.offsets.tolist(), emit.token_ids.tolist()) == ([0], [2], [3, 42])
+    [row] = emit.logprobs
+    assert (row.row_index, row.logprobs.tolist(), row.top_token_ids.tolist()) == (0, [-1, -2], [[10], [11]])
+    assert (stage.finished["r0"].reason, stage.finished["r0"].stop_token_id) == (FinishReason.STOP, 42)
+    assert stage.finished["r0"].num_accepted_tokens == 2
+    stage.run()
+    stage.assert_settled()
 
 
 def test_reset_turns_deliver_into_drop() -> None:
