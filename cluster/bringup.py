@@ -161,6 +161,7 @@ class Deployment:
             block_size=self.config.block_size,
             max_num_seqs=self.config.max_num_seqs * len(self.sizes.workers),
             dtype=self.sizes.dtype,
+            seed=self.config.seed,
         )
         actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=0)
         self._front_ends.append(actor)

@@ -58,7 +58,7 @@ def serve(
     data_parallel_size: Annotated[int, typer.Option(help="Workers.")] = DEFAULTS.data_parallel_size,
     max_steps_in_flight: Annotated[int, typer.Option(help="Per worker, 1 to 4.")] = DEFAULTS.max_steps_in_flight,
     threads: Annotated[int | None, typer.Option(help="Of one worker; default: cores / workers.")] = None,
-    seed: Annotated[int, typer.Option(help="For requests that bring none of their own.")] = DEFAULTS.seed,
+    seed: Annotated[int | None, typer.Option(help="Of the seeds drawn for requests that bring none.")] = None,
     speculative_config: Annotated[str, typer.Option(help="A JSON object; null: no drafts.")] = DEFAULT_SPECULATION,
     max_waiting: Annotated[int, typer.Option(help="Queued requests before RESOURCE_EXHAUSTED.")] = DEFAULTS.max_waiting,
     num_front_ends: Annotated[int, typer.Option(help="On ports counted up from --port.")] = DEFAULTS.num_front_ends,

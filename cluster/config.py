@@ -76,7 +76,7 @@ class ServeConfig:
     scheduling_policy: str = "fcfs"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1  # workers
-    seed: int = 0
+    seed: int | None = None  # of the seeds drawn for requests that bring none
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one

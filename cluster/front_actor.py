@@ -1,7 +1,8 @@
 """The actor of one front end: a gRPC server and the streams behind it, on one event loop."""
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class FrontEndSpec:
     block_size: int
     max_num_seqs: int  # running at once on all workers
     dtype: str
+    seed: int | None  # of the seeds drawn for requests that bring none; None: of the system
 
 
 class FrontEndActor:
@@ -50,7 +52,9 @@ class FrontEndActor:
     async def start(self, scheduler: "ActorHandle[SchedulerActor]") -> int:
         """Connect to the scheduler and answer requests; the port. `ValueError` when it is taken."""
         link = RaySchedulerLink(scheduler)
-        self._front_end = FrontEnd(link, name=self._spec.name, tokenizer=self._tokenizer)
+        self._front_end = FrontEnd(
+            link, name=self._spec.name, tokenizer=self._tokenizer, draw_seed=_seeds(self._spec.seed, self._spec.name)
+        )
         me = ray.get_runtime_context().current_actor
         life = await link.connect(self._front_end, me)
         serving = Serving(front_end=self._front_end, model=self._model(), tokenizer=self._tokenizer)
@@ -86,6 +90,12 @@ class FrontEndActor:
             max_num_seqs=self._spec.max_num_seqs,
             dtype=self._spec.dtype,
         )
+
+
+def _seeds(seed: int | None, name: str) -> Callable[[], int]:
+    """Draws the seeds of requests: the same ones again for the same seed, and others in each front end."""
+    source = random.SystemRandom() if seed is None else random.Random(f"{seed} {name}")
+    return lambda: source.getrandbits(64)
 
 
 def _tokenizer_of(directory: Path) -> Tokenizer | None:

@@ -119,11 +119,14 @@ class FrontEnd:
         name: str = "front",
         tokenizer: Tokenizer | None = None,
         gap_timeout_s: float = GAP_TIMEOUT_S,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
     ) -> None:
+        """draw_seed: unsigned 64 bit, for requests that bring none."""
         self.name = name
         self._link = link
         self._tokenizer = tokenizer
         self._gap_timeout_s = gap_timeout_s
+        self._draw_seed = draw_seed
         self._life: int | None = None
         self._ended_lives: set[int] = set()
         self._in_order: InOrder[Sequence[Delivered]] = InOrder()
@@ -143,7 +146,7 @@ class FrontEnd:
     def open(self, request: TextRequest) -> Call:
         """Submits a request. Raises StreamError ALREADY_EXISTS when its id is open here."""
         self._make_room(request)
-        seed = request.seed if request.seed is not None else secrets.randbits(64)
+        seed = request.seed if request.seed is not None else self._draw_seed()
         now_s = asyncio.get_running_loop().time()
         deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
         call = Call(request, seed, deadline_s)
