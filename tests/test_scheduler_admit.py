@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.events import CacheReset, DrainRequested
+from scheduler.events import CacheReset, DrainRequested, PreemptRequested
 from tests.builders import Stage, prompt_of, scripted, submitted
 
 
@@ -101,6 +101,26 @@ def test_plan_that_preempted_admits_nobody() -> None:
     assert preempted > 2
     assert stage.outputs == {f"r{index}": scripted(f"r{index}", 0, 20) for index in range(8)}
     stage.assert_settled()
+
+
+def test_plan_that_preempted_gives_nothing_of_it_to_an_older_waiting_request() -> None:
+    """r1 would fit into what r2 just lost: it must wait for the next plan, in which r2 no longer runs."""
+    stage = small(enable_prefix_caching=False)
+    for index, num_tokens in enumerate([5, 4, 8]):
+        stage.handle(submitted(f"r{index}", num_tokens, max_tokens=28 - num_tokens))
+    stage.up(num_blocks=8)
+    for _ in range(4):
+        stage.answer()
+    stage.handle(PreemptRequested(request_id="r1"))
+    while stage.is_running("r2"):
+        stage.answer()
+    assert stage.scheduler.stats().num_preemptions == {"requested": 1, "blocks": 1}
+    assert list(stage.in_flight()[-1]) == ["r0"]
+    assert stage.unanswered["a"][-1].arrivals == ()
+    stage.answer()
+    assert stage.is_running("r1")
+    stage.run()
+    assert stage.outputs == {f"r{index}": scripted(f"r{index}", 0, length) for index, length in enumerate([23, 24, 20])}
 
 
 def test_nobody_behind_a_draining_request_is_admitted() -> None:

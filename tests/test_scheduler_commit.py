@@ -244,6 +244,17 @@ def test_block_is_published_once_confirmed_and_completed() -> None:
     assert (stage.counted().T, stage.pool().num_cached) == (81, 5)
 
 
+def test_last_token_is_not_published_even_where_a_run_went_on() -> None:
+    """A stop cuts the run at a block border: T = 16, so 15 tokens may be published."""
+    stage = Stage(max_drafts=3, max_steps_in_flight=1)
+    stage.handle(submitted("r0", 13, max_tokens=20, sampling=SamplingParams(stop_token_ids=(42,))))
+    stage.up()
+    stage.reply({"r0": [7]})
+    stage.reply({"r0": [10, 42, 12, 13]})
+    assert stage.finished["r0"].num_output_tokens == 3
+    assert stage.pool().num_cached == 0
+
+
 def test_accepted_tokens_become_reusable_and_rejected_ones_never() -> None:
     """Another request with the confirmed text hits every full block of it."""
     stage = Stage(max_drafts=4, max_steps_in_flight=2, num_accepted=accepts_four)
