@@ -44,6 +44,9 @@ class LocalRay:
                 )
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # Ray takes SIGTERM for itself
+        except SystemExit as error:
+            self.stop()
+            raise KeyboardInterrupt from error  # Ray's own way to take SIGTERM
         except BaseException:
             self.stop()
             raise

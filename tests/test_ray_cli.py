@@ -14,6 +14,7 @@ import pytest
 
 from cluster.client import Client
 from cluster.processes import wait_until_gone
+from tests import tiny_tokenizer
 from tests.tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -59,6 +60,7 @@ def _ready_line(out: IO[str]) -> str:
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
     save_tiny_model(tmp_path / "model")
+    tiny_tokenizer.save(tmp_path / "model")
     command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(tmp_path / "model"), *FLAGS]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment(tmp_path / "home")
@@ -79,10 +81,15 @@ def test_serve_answers_tells_its_status_and_goes_down_without_a_trace(served: Se
         answer = client.generate([5, 6, 7], max_tokens=24, temperature=0.0, ignore_eos=True).result()
     assert len(answer.token_ids) == 24
 
+    options = ["--max-tokens", "8", "--temperature", "0.7", "--seed", "1"]
+    texts = [served.run("generate", "hello world", *flags, *options).stdout for flags in ([], ["--raw"], ["--raw"])]
+    assert texts[1] == texts[2] != texts[0]
+    assert served.run("generate", "hello", "--top-p", "2").stderr.startswith("error: INVALID_ARGUMENT: top_p")
+
     status = served.run("status", "--json")
     page = json.loads(status.stdout.splitlines()[-1])
     assert {worker["worker_id"] for worker in page["workers"]} == {"worker-0", "worker-1"}
-    assert page["requests"]["finished"] == {"length": 1}
+    assert page["requests"]["finished"] == {"length": 4}
     assert page["blocks"]["free"] == page["blocks"]["total"] > 0
     assert page["acceptance"]["mean_length"] >= 1.0
 

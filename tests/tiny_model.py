@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from worker.architecture import ModelConfig, read_config
 from worker.weights import random_weights
 
-VOCAB_SIZE = 96
+VOCAB_SIZE = 320  # room for the tiny tokenizer
 MAX_LEN = 256
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
