@@ -25,6 +25,7 @@ Delivered = EmitTokens | FinishRequest | RejectRequest
 
 MAX_RESUBMISSIONS = 1 << 10  # per client attempt: their numbers are laid out between two of the client's
 GAP_TIMEOUT_S = 2.0  # a delivery overtaken for so long is lost
+CLOSE_TIMEOUT_S = 1.0  # for readers to take note of the end, and for last words to the scheduler
 COUNTS_TIMEOUT_S = 1.0  # a stream ended by a stop string waits so long for the scheduler's counts
 
 
@@ -128,6 +129,7 @@ class FrontEnd:
         self._gap_timeout_s = gap_timeout_s
         self._draw_seed = draw_seed
         self._life: int | None = None
+        self._lost: str | None = None  # why there is no scheduler any more
         self._ended_lives: set[int] = set()
         self._in_order: InOrder[Sequence[Delivered]] = InOrder()
         self._gap_timer: asyncio.TimerHandle | None = None
@@ -144,7 +146,9 @@ class FrontEnd:
     # ---- for the services ----
 
     def open(self, request: TextRequest) -> Call:
-        """Submits a request. Raises StreamError ALREADY_EXISTS when its id is open here."""
+        """Submits a request. Raises StreamError: ALREADY_EXISTS when its id is open here, or UNAVAILABLE."""
+        if self._lost is not None:
+            raise StreamError("UNAVAILABLE", self._lost)
         self._make_room(request)
         seed = request.seed if request.seed is not None else self._draw_seed()
         now_s = asyncio.get_running_loop().time()
@@ -230,12 +234,14 @@ class FrontEnd:
             await self._call_closed.wait()
 
     async def close(self) -> None:
-        """Fails every open stream and waits for what is being said to the scheduler."""
+        """Fails every open stream and waits a little for readers and for last words to the scheduler."""
         self.scheduler_lost("the front end is shutting down")
         if self._gap_timer is not None:
             self._gap_timer.cancel()
-        await self.drained()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self.drained()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- for the scheduler's side ----
 
@@ -253,6 +259,7 @@ class FrontEnd:
 
     def scheduler_restarted(self, life: int) -> None:
         """A new scheduler knows nothing: every open stream is submitted again, once per life."""
+        self._lost = None
         if life == self._life or life in self._ended_lives:
             return
         if self._life is not None:
@@ -262,7 +269,12 @@ class FrontEnd:
         self._resubmit_all()
 
     def scheduler_lost(self, message: str) -> None:
-        """There is no hope for the scheduler: every open stream ends with UNAVAILABLE."""
+        """There is no hope for the scheduler: open streams end with UNAVAILABLE, and new ones are refused."""
+        self._lost = message
+        self.fail_open(message)
+
+    def fail_open(self, message: str) -> None:
+        """Ends every open stream with UNAVAILABLE; clients may resume at once."""
         for call in self._calls.values():
             call.fail(StreamError("UNAVAILABLE", message))
 

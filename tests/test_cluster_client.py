@@ -102,7 +102,7 @@ def test_resume_is_for_one_choice() -> None:
 
 async def lose_stream(up: Served) -> None:
     """The front end fails what is open, as when its process dies; the server goes on."""
-    up.front_end.scheduler_lost("a test")
+    up.front_end.fail_open("a test")
 
 
 async def test_a_stream_told_to_resume_goes_on_after_unavailable(up: Served) -> None:
@@ -146,6 +146,8 @@ async def test_a_stream_resumes_at_a_server_that_takes_over_the_port() -> None:
             token_ids.extend(output.token_ids)
             if second is None:
                 await first.server.stop(0.0)
+                first.link.restart()
+                first.front_end.scheduler_restarted(first.link.life)
                 second = Server(first.serving, ServerConfig(port=first.server.port))
                 await second.start()
         assert token_ids == expected_tokens(PROMPT, 7, 40)

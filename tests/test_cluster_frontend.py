@@ -275,7 +275,14 @@ async def test_a_scheduler_given_up_ends_streams_as_unavailable() -> None:
     assert reader.error is not None
     assert reader.error.code == "UNAVAILABLE"
     assert reader.token_ids() == expected_tokens(PROMPT, 7, 4)
-    await front_end.close()
+    with pytest.raises(StreamError, match="no scheduler"):
+        front_end.open(asked("later"))
+    link.restart()
+    front_end.scheduler_restarted(link.life)
+    later = Reader(front_end, front_end.open(asked("later")))
+    await steps(link, 8)
+    await later.done()
+    assert later.token_ids() == expected_tokens(PROMPT, 7, 12)
 
 
 async def test_leaving_cancels_in_the_scheduler_and_only_after_the_submission() -> None:

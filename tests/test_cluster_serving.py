@@ -172,7 +172,7 @@ async def test_a_lost_front_end_is_a_pause_for_a_client_that_resumes() -> None:
         running = asyncio.gather(*(ask.send(stack, resume=True).aresult() for ask in asks()))
         for _ in range(3):
             await asyncio.wait({running}, timeout=0.05)
-            stack.front_end.scheduler_lost("a test")
+            stack.front_end.fail_open("a test")
         for ask, answer in zip(asks(), await running, strict=True):
             check(ask, answer)
 
