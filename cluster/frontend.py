@@ -6,20 +6,19 @@ submitting the request again, as a higher attempt that resumes from the tokens t
 """
 
 import asyncio
-import hashlib
 import secrets
-import struct
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
+from cluster.call import Call, StreamError, TextRequest, choice_seed
 from cluster.choice import Choice, Output, Taken
 from cluster.deliveries import InOrder
+from cluster.in_turn import InTurn
 from cluster.text import Detokenizer, OutputText, Tokenizer
 from scheduler.events import EmitTokens, FinishRequest, RejectRequest
-from scheduler.request import FinishReason, Request, SamplingParams
-from scheduler.step import Int32Array, empty_int32
+from scheduler.request import FinishReason, Request
 
 Delivered = EmitTokens | FinishRequest | RejectRequest
 
@@ -60,56 +59,6 @@ class SchedulerUnavailable(ConnectionError):
     """The scheduler cannot be reached now. Open streams wait until it comes back or is given up."""
 
 
-class StreamError(Exception):
-    """A stream that ends with an error. `code` is a gRPC status name."""
-
-    def __init__(self, code: str, message: str, retry_after_ms: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.retry_after_ms = retry_after_ms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TextRequest:
-    """A checked request: what the scheduler needs, and what only text needs."""
-
-    request_id: str
-    attempt: int = 0  # of the client
-    prompt_token_ids: Int32Array  # [num_prompt_tokens]
-    resume_token_ids: Int32Array = field(default_factory=empty_int32)  # [num_resumed]; with n == 1 only
-    max_tokens: int
-    sampling: SamplingParams
-    seed: int | None = None  # drawn when None; takes the place of sampling.seed
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    include_stop_str: bool = False
-    skip_special_tokens: bool = True
-    with_text: bool = True
-    max_drafts: int | None = None
-    priority: int = 0
-    timeout_s: float | None = None
-    cache_salt: str = ""
-    tenant: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One open request: its choices and its only reader."""
-
-    request: TextRequest
-    seed: int
-    deadline_s: float | None  # on the loop's clock
-    choices: list[Choice] = field(default_factory=list)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    error: StreamError | None = None
-
-    def fail(self, error: StreamError) -> None:
-        """The first error ends the stream after what is already ready."""
-        self.error = self.error or error
-        self.ready.set()
-
-
 class FrontEnd:
     """The streams of one front end. Everything runs on one event loop."""
 
@@ -135,8 +84,7 @@ class FrontEnd:
         self._gap_timer: asyncio.TimerHandle | None = None
         self._calls: dict[str, Call] = {}  # by request id
         self._open: dict[int, tuple[Call, Choice]] = {}  # by stream number of the attempt subscribed to
-        self._links_busy: dict[str, asyncio.Task[None]] = {}  # scheduler request id -> last word about it
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = InTurn()  # by request id of the scheduler
         self._call_closed = asyncio.Event()
         self._next_stream = 0
         self._num_started = 0
@@ -241,7 +189,7 @@ class FrontEnd:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.drained()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._turns.done()
 
     # ---- for the scheduler's side ----
 
@@ -393,7 +341,7 @@ class FrontEnd:
         self._open[request.stream] = call, choice
         self._submit(call, choice)
 
-    # ---- what is said to the scheduler: about one request, one thing after the other ----
+    # ---- what is said to the scheduler: calls may overtake each other, so about one request they take turns ----
 
     def _submit(self, call: Call, choice: Choice) -> None:
         request = choice.request
@@ -412,7 +360,7 @@ class FrontEnd:
             except Exception as error:
                 call.fail(StreamError("UNAVAILABLE", f"the scheduler did not take the request: {error}"))
 
-        self._say(request.request_id, submit)
+        self._turns.take(request.request_id, submit)
 
     def _cancel(self, choice: Choice) -> asyncio.Task[None]:
         request = choice.request
@@ -421,29 +369,7 @@ class FrontEnd:
             with suppress(ConnectionError):  # a scheduler that is gone has forgotten the request too
                 await self._link.cancel(request.request_id, request.attempt)
 
-        return self._say(request.request_id, cancel)
-
-    def _say(self, request_id: str, words: Callable[[], Coroutine[object, object, None]]) -> asyncio.Task[None]:
-        """Calls to the scheduler may overtake each other, so each waits for the one before it."""
-        before = self._links_busy.get(request_id)
-
-        async def after() -> None:
-            if before is not None:
-                await asyncio.wait({before})
-            await words()
-
-        task = asyncio.get_running_loop().create_task(after())
-        self._links_busy[request_id] = task
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._said(request_id, done))
-        return task
-
-    def _said(self, request_id: str, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._links_busy.get(request_id) is task:
-            del self._links_busy[request_id]
-        if not task.cancelled():
-            task.exception()
+        return self._turns.take(request.request_id, cancel)
 
     # ---- opening and closing ----
 
@@ -508,10 +434,3 @@ class FrontEnd:
     def _new_stream(self) -> int:
         self._next_stream += 1
         return self._next_stream
-
-
-def choice_seed(seed: int, index: int, n: int) -> int:
-    """The seed of one of n choices, unsigned 64 bit: the request's own when there is only one."""
-    if n == 1:
-        return seed
-    return int.from_bytes(hashlib.sha256(struct.pack("<QI", seed, index)).digest()[:8], "little")

@@ -4,8 +4,8 @@ from contextlib import aclosing
 from typing import Any
 
 from cluster import codec
+from cluster.call import Call, StreamError, choice_seed
 from cluster.codec import Received, Start
-from cluster.frontend import Call, StreamError, choice_seed
 from cluster.serving import Serving
 from cluster.status import refuse, timeout_of
 from protos import slipstream_pb2 as pb

@@ -3,7 +3,8 @@
 import time
 from enum import Enum
 
-from cluster.frontend import Call, FrontEnd, StreamError
+from cluster.call import Call, StreamError
+from cluster.frontend import FrontEnd
 from cluster.served_model import ServedModel
 from cluster.text import Tokenizer
 from cluster.validate import ClientRequest, checked

@@ -6,7 +6,7 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.frontend import StreamError
+from cluster.call import StreamError
 
 
 async def refuse(context: Any, error: Exception) -> NoReturn:

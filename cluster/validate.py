@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cluster.frontend import TextRequest
+from cluster.call import TextRequest
 from cluster.served_model import ServedModel
 from cluster.text import ChatMessage, Tokenizer
 from scheduler.request import SamplingParams

@@ -22,9 +22,9 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from cluster.call import Call, StreamError
 from cluster.choice import Finish, Logprobs, Output
 from cluster.codec import unknown_fields
-from cluster.frontend import Call, StreamError
 from cluster.serving import Serving, State
 from cluster.status import refuse, timeout_of
 from cluster.validate import ClientRequest, ClientSampling

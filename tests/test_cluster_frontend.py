@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.call import Call, StreamError, TextRequest, choice_seed
 from cluster.choice import Finish, Output
 from cluster.deliveries import InOrder
-from cluster.frontend import MAX_RESUBMISSIONS, Call, FrontEnd, StreamError, TextRequest, choice_seed
+from cluster.frontend import MAX_RESUBMISSIONS, FrontEnd
 from scheduler.request import FinishReason, SamplingParams
 from tests import tiny_tokenizer
 from tests.fake_link import FakeLink, emit, expected_tokens

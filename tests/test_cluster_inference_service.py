@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.frontend import choice_seed
+from cluster.call import choice_seed
 from protos import slipstream_pb2 as pb
 from protos import slipstream_pb2_grpc
 from protos.generate import ROOT

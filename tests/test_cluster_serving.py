@@ -17,8 +17,8 @@ import torch
 from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
+from cluster.call import choice_seed
 from cluster.client import Answer, Generation
-from cluster.frontend import choice_seed
 from scheduler.request import FinishReason, SamplingParams
 from tests.oracle import Stream, undisturbed
 from tests.served import TINY

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.frontend import TextRequest
+from cluster.call import TextRequest
 from cluster.text import ChatMessage
 from cluster.validate import MAX_LOGPROBS, MAX_N, ClientRequest, ClientSampling, checked
 from tests.served import TINY, tiny_model

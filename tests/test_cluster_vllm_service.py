@@ -14,7 +14,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from cluster.frontend import choice_seed
+from cluster.call import choice_seed
 from cluster.served_model import ServedModel
 from tests import tiny_tokenizer
 from tests.fake_link import FakeLink, expected_tokens
