@@ -8,11 +8,13 @@ requests, tokens in flight or devices.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import sha256
 
 from scheduler.step import Int32Array
 
 
+@lru_cache(maxsize=1024)
 def root_digest(salt: str) -> bytes:
     """The parent of a first block. Requests of different salts share nothing.
 
@@ -21,21 +23,18 @@ def root_digest(salt: str) -> bytes:
     return sha256(b"slipstream:" + salt.encode()).digest()
 
 
-def child_digest(parent: bytes, token_bytes: bytes) -> bytes:
-    """A block's name: its own tokens (int32 bytes) and everything before them."""
-    return sha256(parent + token_bytes).digest()
-
-
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:
-    """Grow a chain of block digests in place to `num_blocks`: digest(parent, int32 token bytes)."""
-    if len(digests) >= num_blocks:
-        return
+    """Grow the chain of a sequence's block digests in place, from its own tokens, to `num_blocks`."""
+    if len(digests) < num_blocks:
+        unknown = token_ids[len(digests) * block_size : num_blocks * block_size]
+        chain_digests(digests, root, unknown.tobytes(), 4 * block_size)
+
+
+def chain_digests(digests: list[bytes], root: bytes, token_bytes: bytes, width: int) -> None:
+    """Lengthen a chain in place by the blocks in `token_bytes`, `width` bytes each: sha256(parent + int32 tokens)."""
     parent = digests[-1] if digests else root
-    width = 4 * block_size
-    first = len(digests) * block_size
-    token_bytes = token_ids[first : num_blocks * block_size].tobytes()
     for start in range(0, len(token_bytes), width):
-        parent = child_digest(parent, token_bytes[start : start + width])
+        parent = sha256(parent + token_bytes[start : start + width]).digest()
         digests.append(parent)
 
 
@@ -106,13 +105,16 @@ class BlockPool:
                 del self._free[block]
             self._refs[block] += 1
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Let a used block be found under its digest. The first block published under one stays."""
-        assert self._refs[block] > 0, "a free block has nothing to publish"
-        if self._is_cached(block) or self._cached.setdefault(digest, block) != block:
-            return
-        self._digest_of[block] = digest
-        self._namespace_of[block] = self.namespace
+    def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Let used blocks be found under their digests. The first block published under one stays."""
+        cached, namespace = self._cached, self.namespace
+        digest_of, namespace_of, refs = self._digest_of, self._namespace_of, self._refs
+        for block, digest in zip(blocks, digests, strict=True):
+            assert refs[block] > 0, "a free block has nothing to publish"
+            known = digest_of[block] is not None and namespace_of[block] == namespace
+            if not known and cached.setdefault(digest, block) == block:
+                digest_of[block] = digest
+                namespace_of[block] = namespace
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each, last first, so that a prefix outlives its continuation."""

@@ -8,8 +8,6 @@ from scheduler.state import FrameKind, RequestState, WorkerState
 if TYPE_CHECKING:
     from scheduler.core import Scheduler
 
-LIVE = int(FrameKind.LIVE)
-
 
 def check_scheduler(scheduler: "Scheduler") -> None:
     """Assert all of it. O(everything)."""
@@ -51,7 +49,7 @@ def check_steps(worker: WorkerState, max_steps_in_flight: int) -> None:
     assert set(worker.early_results) <= set(worker.in_flight)
     for step in worker.in_flight.values():
         kinds, rows = step.kind.tolist(), step.plan.rows.tolist()
-        assert step.num_converted == len(kinds) - kinds.count(LIVE)
+        assert step.num_converted == len(kinds) - kinds.count(FrameKind.LIVE)
         assert len(set(rows)) == len(rows)
         assert [step.index_of_row[row] for row in rows] == list(range(len(rows)))
 
@@ -78,7 +76,7 @@ def check_row(worker: WorkerState, row: int, frames: list[Frame]) -> None:
     state = table.states[row]
     assert state is not None
     assert (state.worker, state.row, state.epoch) == (worker, row, int(table.epoch[row]))
-    assert all(frame.kind == LIVE for frame in frames), "a running epoch has only live frames"
+    assert all(frame.kind == FrameKind.LIVE for frame in frames), "a running epoch has only live frames"
     reserved = sum(frame.reserved for frame in frames)
     assert int(table.num_in_flight[row]) == sum(frame.num_scheduled for frame in frames), f"{state.key}: IF"
     assert int(table.num_placeholders[row]) == reserved, f"{state.key}: PH"
@@ -103,7 +101,7 @@ def check_former(worker: WorkerState, frames: dict[int, list[Frame]], discards: 
     }
     for epoch, former in worker.former.items():
         assert all(frame.kind == former.kind for frame in frames[epoch])
-        if former.kind is FrameKind.DELIVER:
+        if former.kind == FrameKind.DELIVER:
             assert former.state.epoch == epoch
             assert former.state.worker is None
             assert former.state.num_deliver_frames == former.num_frames
@@ -129,4 +127,4 @@ def check_queue(scheduler: "Scheduler") -> None:
 
 def is_deliver(worker: WorkerState, epoch: int) -> bool:
     """Whether an epoch that left its row still delivers."""
-    return worker.former[epoch].kind is FrameKind.DELIVER
+    return worker.former[epoch].kind == FrameKind.DELIVER

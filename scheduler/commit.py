@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.blocks import child_digest
+from scheduler.blocks import chain_digests
 from scheduler.events import SchedulerConfig
 from scheduler.request import FinishReason
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
@@ -135,25 +135,24 @@ def publish_full_blocks(worker: WorkerState, rows: Int32Array, block_size: int) 
     full = publishable_tokens(worker, rows) // block_size
     due = np.flatnonzero((full > table.num_published[rows]) & may_publish(worker, rows))
     rows, full = rows[due], full[due]
-    counts = full - table.num_published[rows]
-    # One entry per block to publish: its row and its place in the row's table.
-    row_of = np.repeat(rows, counts)
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    place = np.arange(len(row_of)) - first + np.repeat(table.num_published[rows], counts)
+    published = table.num_published[rows]
     table.num_published[rows] = full
-    positions = place[:, None] * block_size + np.arange(block_size)
-    token_bytes = table.token_ids[row_of[:, None], positions].tobytes()
+    counts = full - published
+    # Everything at once that can be: one entry per block, its row and its place in the row's table.
+    row_of = np.repeat(rows, counts)
+    place = np.arange(len(row_of)) + np.repeat(published - np.cumsum(counts) + counts, counts)
     blocks = table.block_table[row_of, place].tolist()
-    width = 4 * block_size
-    publish, states = worker.pool.publish, table.states
-    for index, (row, at) in enumerate(zip(row_of.tolist(), place.tolist(), strict=True)):
-        state = states[row]
+    token_bytes = table.token_ids[row_of[:, None], place[:, None] * block_size + np.arange(block_size)].tobytes()
+    width, first = 4 * block_size, 0
+    for row, start, stop in zip(rows.tolist(), published.tolist(), full.tolist(), strict=True):
+        state, last = table.states[row], first + stop - start
         assert state is not None
         digests = state.digests
-        if at == len(digests):
-            parent = digests[-1] if digests else state.root
-            digests.append(child_digest(parent, token_bytes[index * width : (index + 1) * width]))
-        publish(blocks[index], digests[at])
+        if stop > len(digests):
+            known = len(digests) - start
+            chain_digests(digests, state.root, token_bytes[(first + known) * width : last * width], width)
+        worker.pool.publish(blocks[first:last], digests[start:stop])
+        first = last
 
 
 def publishable_tokens(worker: WorkerState, rows: Int32Array) -> Int32Array:

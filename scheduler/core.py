@@ -43,7 +43,7 @@ from scheduler.events import (
 from scheduler.plan import PlanBuilder, convert_frames, plan_running
 from scheduler.request import FinishReason, RejectCode, Request
 from scheduler.rows import RowTable
-from scheduler.state import FormerEpoch, FrameKind, RequestState, Step, WorkerState
+from scheduler.state import FRAME_KIND_NAMES, FormerEpoch, FrameKind, RequestState, Step, WorkerState
 from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
 
@@ -251,7 +251,7 @@ class Scheduler:
 
     # ---- leaving a row ----
 
-    def _take_off(self, state: RequestState, kind: FrameKind, reason: str) -> None:
+    def _take_off(self, state: RequestState, kind: int, reason: str) -> None:
         """End an epoch: blocks are freed at once, frames in flight become `kind`.
 
         Freed at once is safe because a worker carries out everything of a session in step_seq order.
@@ -261,7 +261,7 @@ class Scheduler:
             worker.pool.release(worker.rows.vacate(state.row))
             worker.released.append(state.epoch)
             state.worker = None
-        elif state.num_deliver_frames and kind is FrameKind.DROP:
+        elif state.num_deliver_frames and kind == FrameKind.DROP:
             worker = state.former_worker
             assert worker is not None
             del worker.former[state.epoch]
@@ -272,8 +272,10 @@ class Scheduler:
         if num_frames == 0:
             return
         worker.former[state.epoch] = FormerEpoch(state=state, kind=kind, num_frames=num_frames, reason=reason)
-        self._tell(state, f"{num_frames} frames in flight ({num_reserved} tokens reserved) become {kind.name.lower()}")
-        if kind is FrameKind.DELIVER:
+        self._tell(
+            state, f"{num_frames} frames in flight ({num_reserved} tokens reserved) become {FRAME_KIND_NAMES[kind]}"
+        )
+        if kind == FrameKind.DELIVER:
             state.num_deliver_frames, state.former_worker = num_frames, worker
         else:
             self._discard(state.key, num_reserved)
@@ -286,7 +288,7 @@ class Scheduler:
         else:
             self.discards.pop(key, None)
 
-    def _preempt(self, state: RequestState, kind: FrameKind, reason: str) -> None:
+    def _preempt(self, state: RequestState, kind: int, reason: str) -> None:
         """Off its row and back into the queue, at its old place."""
         count_by(self.counters.num_preemptions, reason)
         state.num_preemptions += 1
@@ -300,7 +302,7 @@ class Scheduler:
             state = worker.rows.states[row]
             assert state is not None
             self._preempt(state, FrameKind.DROP, reason)
-        for former in [former for former in worker.former.values() if former.kind is FrameKind.DELIVER]:
+        for former in [former for former in worker.former.values() if former.kind == FrameKind.DELIVER]:
             self._take_off(former.state, FrameKind.DROP, reason)
 
     def _on_cache_reset(self, event: CacheReset) -> None:
@@ -363,7 +365,7 @@ class Scheduler:
                 former = worker.former[int(step.plan.epochs[index])]
                 self._discard(former.state.key, -int(step.plan.reserved[index]))
         for former in worker.former.values():
-            if former.kind is FrameKind.DELIVER:
+            if former.kind == FrameKind.DELIVER:
                 former.state.num_deliver_frames = 0
         worker.in_flight.clear()
         for row in worker.rows.order().tolist():

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
 from scheduler.step import Arrival, Int32Array, StepPlan
 
-LIVE = int(FrameKind.LIVE)
 Count = TypeVar("Count", int, Int32Array)
 
 
@@ -229,13 +228,13 @@ def _without_drafts(worker: WorkerState, one: PlannedRows, block_size: int) -> P
     return _with_blocks(worker, one.rows, num_scheduled, pending, none, none, block_size)
 
 
-def convert_frames(worker: WorkerState, row: int, epoch: int, to: FrameKind) -> tuple[int, int]:
+def convert_frames(worker: WorkerState, row: int, epoch: int, to: int) -> tuple[int, int]:
     """Frames in flight of an epoch stop being what they were. Returns (frames, tokens reserved by them)."""
     num_frames = num_reserved = 0
     for step in worker.in_flight.values():
         index = step.index_of(row, epoch)
         if index is not None:
-            step.num_converted += int(step.kind[index] == LIVE)
+            step.num_converted += int(step.kind[index] == FrameKind.LIVE)
             step.kind[index] = to
             num_frames += 1
             num_reserved += int(step.plan.reserved[index])

@@ -5,8 +5,7 @@ Knows the states, not the rules that move between them.
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,15 @@ if TYPE_CHECKING:
 MAX_STORY_LINES = 400
 
 
-class FrameKind(IntEnum):
-    """What becomes of a frame's result: committed, only delivered, or dropped."""
+class FrameKind:
+    """What becomes of a frame's result: committed, only delivered, or dropped. Values of an int8 column."""
 
-    LIVE = 0
-    DELIVER = 1
-    DROP = 2
+    LIVE: Final = 0
+    DELIVER: Final = 1
+    DROP: Final = 2
+
+
+FRAME_KIND_NAMES = ("live", "deliver", "drop")
 
 
 class RequestState:
@@ -45,7 +47,9 @@ class RequestState:
         self.arrival = arrival
         by_priority = config.scheduling_policy == "priority"
         self.order_key = (request.priority if by_priority else 0, arrival)
-        self.token_ids: Int32Array = np.concatenate((request.prompt_token_ids, request.resume_token_ids))
+        self.token_ids: Int32Array = request.prompt_token_ids  # replaced, never written to
+        if len(request.resume_token_ids):
+            self.token_ids = np.concatenate((self.token_ids, request.resume_token_ids))
         self.num_tokens = len(self.token_ids)
         self.num_prompt = len(request.prompt_token_ids)
         self.end = min(self.num_prompt + request.max_tokens, config.max_model_len)
@@ -114,7 +118,7 @@ class FormerEpoch:
     """An epoch that has left its row with frames still in flight."""
 
     state: RequestState
-    kind: FrameKind
+    kind: int  # a FrameKind
     num_frames: int
     reason: str  # what took it off its row
 

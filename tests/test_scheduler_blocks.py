@@ -1,9 +1,11 @@
 """The block pool: references, the free list, the prefix cache; and what prefixes are worth to requests."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
-from scheduler.blocks import BlockPool, child_digest, extend_digests, root_digest
+from scheduler.blocks import BlockPool, extend_digests, root_digest
 from scheduler.events import CacheReset, PreemptRequested
 from tests.builders import Stage, prompt_of, scripted, submitted
 
@@ -41,7 +43,7 @@ def test_digest_is_sha256_over_parent_and_int32_bytes_and_the_salt_is_in_the_roo
     """No constructible collision may connect two tenants."""
     tokens = np.array([1, 2, 3, 4], np.int32)
     [digest] = digests_of([1, 2, 3, 4], salt="east")
-    assert digest == child_digest(root_digest("east"), tokens.tobytes())
+    assert digest == hashlib.sha256(root_digest("east") + tokens.tobytes()).digest()
     assert len(digest) == 32
     assert len({root_digest(salt) for salt in ("", "east", "west")}) == 3
 
@@ -55,7 +57,7 @@ def test_pool_takes_the_longest_idle_blocks_first() -> None:
     assert pool.allocate(2) == [0, 1]
     digests = digests_of([1, 2, 3, 4, 5, 6, 7, 8])
     for block, digest in zip([0, 1], digests, strict=True):
-        pool.publish(block, digest)
+        pool.publish([block], [digest])
     pool.release([0, 1])
     pool.check()
     assert (pool.num_free, pool.num_cached) == (4, 2)
@@ -72,7 +74,7 @@ def test_block_with_nothing_to_remember_goes_before_cached_ones() -> None:
     """Also when it was released last."""
     pool = BlockPool(3)
     first, second, third = pool.allocate(3)
-    pool.publish(first, digests_of([1, 2, 3, 4])[0])
+    pool.publish([first], [digests_of([1, 2, 3, 4])[0]])
     pool.release([first])
     pool.release([second, third])
     assert set(pool.allocate(2)) == {second, third}
@@ -84,7 +86,7 @@ def test_shared_block_is_free_when_its_last_holder_left() -> None:
     pool = BlockPool(2)
     [block] = pool.allocate(1)
     digests = digests_of([1, 2, 3, 4])
-    pool.publish(block, digests[0])
+    pool.publish([block], [digests[0]])
     pool.acquire(pool.match(digests))
     assert (pool.reference_count(block), pool.num_used) == (2, 1)
     pool.release([block])
@@ -111,8 +113,8 @@ def test_first_block_published_under_a_digest_stays() -> None:
     pool = BlockPool(3)
     first, second = pool.allocate(2)
     digests = digests_of([1, 2, 3, 4])
-    pool.publish(first, digests[0])
-    pool.publish(second, digests[0])
+    pool.publish([first], [digests[0]])
+    pool.publish([second], [digests[0]])
     assert pool.match(digests) == [first]
     pool.release([first, second])
     assert pool.allocate(2) == [second, 2]
@@ -125,11 +127,11 @@ def test_reset_forgets_everything_and_lets_requests_keep_their_blocks() -> None:
     pool = BlockPool(3)
     first, second = pool.allocate(2)
     digests = digests_of([1, 2, 3, 4, 5, 6, 7, 8])
-    pool.publish(first, digests[0])
+    pool.publish([first], [digests[0]])
     pool.reset()
     pool.check()
     assert (pool.namespace, pool.num_cached, pool.match(digests)) == (1, 0, [])
-    pool.publish(second, digests[0])
+    pool.publish([second], [digests[0]])
     assert pool.match(digests) == [second]
     pool.release([first, second])
     assert set(pool.allocate(2)) == {first, 2}  # the old entry must not take the new one along

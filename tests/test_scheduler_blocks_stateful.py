@@ -76,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         block = holder.blocks[at]
         prefix = tuple(holder.token_ids[: (at + 1) * BLOCK_SIZE])
-        self.pool.publish(block, self._digests(holder)[at])
+        self.pool.publish([block], [self._digests(holder)[at]])
         self.content[block] = (self.pool.namespace, holder.salt, prefix)
         self.published.setdefault((holder.salt, prefix), block)
         holder.num_published += 1
@@ -161,7 +161,7 @@ def test_a_prefix_outlives_its_continuation() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(4)
     for index, block in enumerate(blocks):
-        pool.publish(block, bytes([index]))
+        pool.publish([block], [bytes([index])])
     pool.release(blocks)
     assert pool.allocate(2) == [blocks[3], blocks[2]]
     assert pool.match([bytes([index]) for index in range(4)]) == blocks[:2]

@@ -100,7 +100,7 @@ def _delivering_after_cancel(patch: pytest.MonkeyPatch) -> None:
     """Frames of a request that is gone still deliver."""
     take_off = Scheduler._take_off
 
-    def deliver(self: Scheduler, state: RequestState, kind: FrameKind, reason: str) -> None:
+    def deliver(self: Scheduler, state: RequestState, kind: int, reason: str) -> None:
         take_off(self, state, FrameKind.DELIVER if reason.startswith("finished") else kind, reason)
 
     patch.setattr(Scheduler, "_take_off", deliver)
