@@ -68,7 +68,8 @@ class FakeLink:
         self.held: list[tuple[int, list[Delivered]]] | None = None  # deliveries kept back while not None
         self._script = None if script is None else list(script)
         self._max_live = max_live
-        self._seq = 0
+        self.next_seq = 0
+        self._sent: list[list[Delivered]] = []  # in this life
 
     # ---- the SchedulerLink protocol ----
 
@@ -128,7 +129,9 @@ class FakeLink:
     def restart(self) -> None:
         """A new life that knows nothing."""
         self.life += 1
-        self._seq = 0
+        self.next_seq = 0
+        self._sent.clear()
+        self.lose.clear()
         self.live.clear()
         self.held = None
         self.available = True
@@ -138,6 +141,11 @@ class FakeLink:
         held, self.held = self.held or [], None
         for seq, commands in reversed(held):
             self._arrive(seq, commands)
+
+    def deliver_again(self, seq: int) -> None:
+        """A delivery of this life arrives once more, or for the first time though it was lost."""
+        if seq < len(self._sent):
+            self._arrive(seq, self._sent[seq])
 
     def _run(self, live: Live, count: int) -> list[Delivered]:
         request, sampling = live.request, live.request.sampling
@@ -193,7 +201,8 @@ class FakeLink:
         self._send([rejection])
 
     def _send(self, commands: list[Delivered]) -> None:
-        seq, self._seq = self._seq, self._seq + 1
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
+        self._sent.append(commands)
         if self.held is not None:
             self.held.append((seq, commands))
         elif seq not in self.lose:

@@ -1,6 +1,7 @@
 """The front end lets each token through once and in order, whatever the way to the scheduler does."""
 
 import asyncio
+import random
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -146,7 +147,7 @@ async def test_a_repeated_delivery_changes_nothing() -> None:
     first = emit(link.submitted[0], 0, expected_tokens(PROMPT, 7, 4))
     front_end.deliver(0, [first], link.life)
     front_end.deliver(2, [first], link.life)  # the same tokens under a number not seen before
-    link._seq += 1
+    link.next_seq += 1
     await steps(link, 8)
     await reader.done()
     assert reader.token_ids() == expected_tokens(PROMPT, 7, 12)
@@ -158,7 +159,7 @@ async def test_a_gap_in_offsets_resubmits_with_the_tokens_so_far() -> None:
     reader = Reader(front_end, front_end.open(asked()))
     await steps(link, 2)
     front_end.deliver(2, [emit(link.submitted[0], 9, [50, 51])], link.life)
-    link._seq += 1
+    link.next_seq += 1
     await steps(link, 10)
     await reader.done()
     again = link.submitted[1]
@@ -175,7 +176,7 @@ async def test_tokens_of_an_attempt_left_behind_are_dropped() -> None:
     await steps(link, 2)
     old = link.submitted[0]
     front_end.deliver(2, [emit(old, 9, [50]), emit(old, 4, [60, 61, 62])], link.life)
-    link._seq += 1
+    link.next_seq += 1
     await steps(link, 10)
     await reader.done()
     assert reader.token_ids() == expected_tokens(PROMPT, 7, 12)
@@ -216,7 +217,7 @@ async def test_an_end_that_counts_more_tokens_than_came_is_not_believed() -> Non
     [live] = link.live.values()
     live.token_ids.extend(expected_tokens(PROMPT, 7, 2))
     front_end.deliver(0, [link._finish(live, FinishReason.LENGTH)], link.life)
-    link._seq += 1
+    link.next_seq += 1
     await steps(link, 4)
     await reader.done()
     assert reader.token_ids() == expected_tokens(PROMPT, 7, 2)
@@ -428,7 +429,7 @@ async def test_logprobs_stay_with_their_tokens_across_repeats() -> None:
     await steps(link, 2)
     overlap = emit(link.submitted[0], 2, expected_tokens(PROMPT, 7, 6)[2:])
     front_end.deliver(2, [overlap], link.life)
-    link._seq += 1
+    link.next_seq += 1
     await steps(link, 8)
     await reader.done()
     assert reader.token_ids() == expected_tokens(PROMPT, 7, 12)
@@ -548,6 +549,65 @@ async def test_stopping_waits_for_streams_to_drain() -> None:
     await steps(link, 8)
     await reader.done()
     await draining
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_no_disorder_on_the_way_shows_in_any_stream(seed: int) -> None:
+    """Lost, held back, reversed and repeated deliveries, restarts and lost streams that clients resume."""
+    rng = random.Random(seed)
+    link = FakeLink()
+    front_end = connected(link, gap_timeout_s=rng.choice((0.0, 0.002)))
+    taken: dict[int, list[int]] = {number: [] for number in range(5)}
+    readers: dict[int, Reader] = {}
+    attempts = dict.fromkeys(taken, 0)
+
+    def open_again(number: int) -> None:
+        request = asked(f"r{number}", seed=number, max_tokens=40, attempt=attempts[number])
+        readers[number] = Reader(front_end, front_end.open(replace(request, resume_token_ids=as_array(taken[number]))))
+        attempts[number] += 1
+
+    for number in taken:
+        open_again(number)
+    for _ in range(400):
+        await settled()
+        disturb(rng, link, front_end)
+        link.step()
+        await settled()
+        for number, reader in list(readers.items()):
+            for output in reader.outputs:
+                assert output.offset == len(taken[number])
+                taken[number].extend(output.token_ids)
+            reader.outputs.clear()
+            if reader.error is not None:
+                assert reader.error.code == "UNAVAILABLE"
+                open_again(number)
+        if not front_end.num_open_requests:
+            break
+        await asyncio.sleep(0.0005)
+    for number, token_ids in taken.items():
+        assert token_ids == expected_tokens(PROMPT, number, 40)
+
+
+def disturb(rng: random.Random, link: FakeLink, front_end: FrontEnd) -> None:
+    """One thing that a cluster does to messages, or none."""
+    match rng.randrange(40):
+        case 0:
+            link.restart()
+            front_end.scheduler_restarted(link.life)
+        case 1 | 2 | 3:
+            link.lose.add(link.next_seq)
+        case 4 | 5 | 6:
+            link.held = link.held or []
+        case 7 | 8 | 9 | 10 | 11:
+            link.release_reversed()
+        case 12:
+            front_end.fail_open("a test")
+        case 13 | 14:
+            link.deliver_again(rng.randrange(max(link.next_seq, 1)))
+
+
+def as_array(token_ids: list[int]) -> Any:
+    return np.asarray(token_ids, np.int32)
 
 
 def test_in_order_skips_a_gap_when_told() -> None:
