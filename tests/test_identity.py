@@ -19,7 +19,7 @@ from tests.worlds import MAX_MODEL_LEN, Ask, Play, Stage, assert_everything_happ
 from worker.model import ModelConfig, random_model
 
 FULL = os.environ.get("SLIPSTREAM_FULL") == "1"
-WORLDS_PER_GROUP = 60 if FULL else 11  # of 4 groups
+WORLDS_PER_GROUP = 60 if FULL else 20  # of 4 groups
 CONFIG = ModelConfig(
     vocab_size=128,
     hidden_size=64,
@@ -62,12 +62,12 @@ def stage_of(dtype: str) -> Stage:
             top_k=rng.choice((0, 0, 20)),
             repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
             frequency_penalty=rng.choice((0.0, 0.0, 0.3)),
-            eos_token_ids=tuple(rng.sample(range(CONFIG.vocab_size), 2)),
-            stop_token_ids=tuple(rng.sample(range(CONFIG.vocab_size), 2)),
+            eos_token_ids=tuple(rng.sample(range(CONFIG.vocab_size), 1)),
+            stop_token_ids=tuple(rng.sample(range(CONFIG.vocab_size), 1)),
             min_tokens=rng.choice((0, 0, 6)),
             num_logprobs=rng.choice((0, 0, 3, None)),
         )
-        max_tokens = rng.choice((1, 2, 3, 5, 12, 24, 32))
+        max_tokens = rng.choice((1, 2, 3, 5, 16, 32, 48))
         stream = undisturbed(alone, prompt, sampling, max_tokens)
         asks.append(Ask(prompt_token_ids=tuple(prompt), sampling=sampling, max_tokens=max_tokens, stream=stream))
     return Stage(model, asks)

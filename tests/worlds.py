@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.engine import Engine, Output, in_order
-from scheduler.events import CacheReset, Cancelled, PreemptRequested, SchedulerConfig
+from scheduler.events import CacheReset, Cancelled, PreemptRequested, SchedulerConfig, SwapRequested
 from scheduler.request import FinishReason, SamplingParams
 from tests.disorder import Disorder
 from tests.oracle import OracleDrafter, Stream
@@ -36,12 +36,18 @@ class Ask:
     max_tokens: int
     stream: Stream
 
+    @property
+    def grows(self) -> bool:
+        """Whether its outputs take more blocks than its admission looked for."""
+        return len(self.prompt_token_ids) <= 48 and len(self.stream.token_ids) >= 12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """One random schedule. Printed when it fails."""
 
     seed: int
+    crowded: bool  # short prompts and long outputs over a small pool: they get in each other's way as they grow
     dtype: str
     drafter: str
     num_requests: int
@@ -55,27 +61,31 @@ class World:
     num_workers: int
     prefix_caching: bool
     disorder: bool
+    priorities: bool  # the priority policy, with priorities 0..2
     event_rate: float
 
 
 def world_of(seed: int, dtype: str, drafter: str) -> World:
     rng = random.Random(f"{seed} {dtype} {drafter}")
+    crowded = seed % 3 == 1
     return World(
         seed=seed,
+        crowded=crowded,
         dtype=dtype,
         drafter=drafter,
         num_requests=rng.randint(8, 16),
         num_drafts=seed % 9,
         spoil=rng.choice((0.15, 0.25, 0.35)),
         block_size=rng.choice((8, 16, 32)),
-        pool_tokens=rng.choice((128, 192, 512)),
+        pool_tokens=160 if crowded else rng.choice((128, 160, 224, 512)),
         max_num_batched_tokens=rng.choice((12, 24, 40, 200)),
         max_steps_in_flight=1 + seed % 4,
-        max_num_seqs=rng.choice((3, 8, 16)),
+        max_num_seqs=16 if crowded else rng.choice((4, 8, 16)),
         num_workers=rng.choice((1, 1, 1, 2)),
         prefix_caching=rng.random() < 0.8,
         disorder=rng.random() < 0.35,
-        event_rate=rng.choice((0.0, 0.08, 0.2)),
+        priorities=rng.random() < 0.3,
+        event_rate=0.02 if crowded else rng.choice((0.0, 0.06, 0.15)),
     )
 
 
@@ -124,15 +134,17 @@ def drafter_of(world: World, stage: Stage, wanted: dict[str, Ask]) -> Drafter | 
 
 def engine_of(world: World, stage: Stage, wanted: dict[str, Ask]) -> Engine:
     num_blocks = world.pool_tokens // world.block_size
+    models = [stage.model_of(world.block_size, num_blocks, index) for index in range(world.num_workers)]
     runners = [
         Runner(
             worker_id=f"worker-{index}",
-            model=stage.model_of(world.block_size, num_blocks, index),
+            model=model,
             drafter=drafter_of(world, stage, wanted),
             max_num_seqs=world.max_num_seqs,
             sanitizer=KVSanitizer(num_blocks, world.block_size),
+            swap=lambda _weights, model=model: model,  # type: ignore[misc]
         )
-        for index in range(world.num_workers)
+        for index, model in enumerate(models)
     ]
     config = SchedulerConfig(
         block_size=world.block_size,
@@ -141,6 +153,7 @@ def engine_of(world: World, stage: Stage, wanted: dict[str, Ask]) -> Engine:
         max_steps_in_flight=world.max_steps_in_flight,
         max_drafts=world.num_drafts,
         enable_prefix_caching=world.prefix_caching,
+        scheduling_policy="priority" if world.priorities else "fcfs",
         resend_after_ns=20_000_000,
     )
     return Engine(runners, config, schedule=Disorder(world.seed) if world.disorder else in_order)
@@ -152,7 +165,8 @@ class Play:
     def __init__(self, world: World, stage: Stage) -> None:
         self.world = world
         self.rng = random.Random(world.seed * 7919 + 1)
-        self.wanted = {f"r{index}": self.rng.choice(stage.asks) for index in range(world.num_requests)}
+        asks = [ask for ask in stage.asks if ask.grows or not world.crowded]
+        self.wanted = {f"r{index}": self.rng.choice(asks) for index in range(world.num_requests)}
         self.engine = engine_of(world, stage, self.wanted)
         self.unsubmitted = list(self.wanted)
         self.cancelled: set[str] = set()
@@ -175,14 +189,16 @@ class Play:
         return self._tally()
 
     def _submit_some(self) -> None:
-        while self.unsubmitted and self.rng.random() < 0.5:
+        while self.unsubmitted and self.rng.random() < 0.7:
             request_id = self.unsubmitted.pop(0)
             ask = self.wanted[request_id]
-            self.engine.submit(ask.prompt_token_ids, ask.sampling, ask.max_tokens, request_id)
+            priority = self.rng.randrange(3) if self.world.priorities else 0
+            self.engine.submit(ask.prompt_token_ids, ask.sampling, ask.max_tokens, request_id, priority=priority)
 
     def _disturb(self) -> None:
         live = [request_id for request_id, output in self.engine.outputs.items() if output.finish is None]
-        match self.rng.choice(("preempt", "preempt", "reset", "reset running", "reset running", "cancel", "lose")):
+        events = ("preempt", "preempt", "reset", "reset running", "reset running", "cancel", "lose", "swap")
+        match self.rng.choice(events):
             case "preempt" if live:
                 self._act("preempt", lambda: self.engine.handle(PreemptRequested(request_id=self.rng.choice(live))))
             case "reset":
@@ -192,6 +208,9 @@ class Play:
             case "cancel" if live and len(self.cancelled) < 3:
                 self.cancelled.add(request_id := self.rng.choice(live))
                 self._act("cancel", lambda: self.engine.handle(Cancelled(request_id=request_id, attempt=0)))
+            case "swap":  # to the same weights, over a pool full of KV of the namespace before
+                weights = f"copy {self.happened['swap']}"
+                self._act("swap", lambda: self.engine.handle(SwapRequested(weights=weights)))
             case "lose" if self.happened["lose"] < 2:
                 worker_id = f"worker-{self.rng.randrange(self.world.num_workers)}"
                 self._act("lose", lambda: self.engine.lose_worker(worker_id))
