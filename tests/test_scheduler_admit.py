@@ -51,6 +51,16 @@ def test_admission_counts_the_drafts_of_one_frame() -> None:
     assert stage.outputs["r2"] == scripted("r2", 0, 2)
 
 
+def test_admission_asks_for_nothing_past_the_end() -> None:
+    """8 + 1 + 4 would be four blocks, but the request ends at 10."""
+    stage = small(max_drafts=4)
+    stage.up(num_blocks=3)
+    stage.handle(submitted("r0", 8, max_tokens=2))
+    assert stage.is_running("r0")
+    stage.run()
+    stage.assert_settled()
+
+
 def test_idle_hit_blocks_count_as_used() -> None:
     """Two free blocks, both cached for this very prompt, do not make room for a third."""
     stage = small()
@@ -348,15 +358,12 @@ def test_placement_prefers_the_cached_prefix_then_the_lighter_worker_then_the_fi
     prefix = prompt_of("r9", 64).tolist()
     stage.handle(submitted("r0", prefix, max_tokens=30))
     stage.answer("a")
-    stage.handle(submitted("r1", 8, max_tokens=30))
-    stage.handle(submitted("r2", [*prefix, 1], max_tokens=30))
-    stage.handle(submitted("r3", 8, max_tokens=30))
-    where = {name: state.worker.worker_id for name, state in stage.scheduler.requests.items() if state.worker}
+    stage.handle(submitted("r1", [*prefix, 1], max_tokens=30))
     stage.answer("a")
-    stage.answer("b")
-    where |= {name: state.worker.worker_id for name, state in stage.scheduler.requests.items() if state.worker}
-    assert where == {"r0": "a", "r1": "b", "r2": "a", "r3": "b"}
-    assert stage.arrivals_of("r2")[0].num_computed_tokens == 64
+    stage.handle(submitted("r2", 8, max_tokens=30))
+    where = {name: state.worker.worker_id for name, state in stage.scheduler.requests.items() if state.worker}
+    assert where == {"r0": "a", "r1": "a", "r2": "b"}
+    assert stage.arrivals_of("r1")[0].num_computed_tokens == 64
     stage.run()
     stage.assert_settled()
 

@@ -119,7 +119,8 @@ def test_equal_or_lower_attempt_is_ignored() -> None:
     stage = running("r0")
     stage.handle(submitted("r0", 8, attempt=2, resume=stage.outputs["r0"]))
     for attempt in (2, 1):
-        assert stage.handle(submitted("r0", 8, attempt=attempt)) == []
+        again = submitted("r0", 8, attempt=attempt, stream=9)
+        assert stage.scheduler.handle(again) == []  # not even ALREADY_EXISTS: that is for first attempts
     stage.run()
     assert stage.finished["r0"].attempt == 2
 
