@@ -176,7 +176,8 @@ class Scheduler:
         if -(-end // self.config.block_size) > self.config.largest_pool_blocks:
             limit = f"{self.config.largest_pool_blocks} blocks of {self.config.block_size}"
             return RejectCode.INVALID_ARGUMENT, f"prompt + max_tokens is {end}, beyond the largest KV pool of {limit}"
-        if len(self.waiting) >= self.config.max_waiting and request.request_id not in self.requests:
+        # A later attempt is a stream that was already admitted, perhaps by an earlier life: never lost to a crowd.
+        if len(self.waiting) >= self.config.max_waiting and request.attempt == 0:
             return RejectCode.RESOURCE_EXHAUSTED, f"the queue is full: max_waiting {self.config.max_waiting}"
         return None
 
