@@ -8,6 +8,7 @@ exactly 0, so the longer context of another row changes nothing. Knows nothing a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -132,7 +133,7 @@ class CpuAttention:
         """Cut the step into segments: short rows together by size, each longer chunk by itself."""
         seq_lens = batch.seq_lens.tolist()
         bounds = batch.cu_seqlens_q.tolist()
-        counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        counts = [stop - start for start, stop in pairwise(bounds)]
         width = -(-max(seq_lens, default=0) // KEY_TILE) * self._blocks_per_tile
         table = batch.block_table[:, :width].long()
         table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
@@ -284,7 +285,8 @@ class CpuAttention:
     def _fold(self, segments: _Segments, query: torch.Tensor) -> torch.Tensor:
         """[T, num_kv_heads, rows, head_dim]: the heads that share a KV head become query rows."""
         num_segments, num_tokens = segments.num_segments, segments.num_tokens
-        query = query[segments.tokens] if isinstance(segments.tokens, slice) else query[segments.tokens]
+        tokens = segments.tokens
+        query = query[tokens] if isinstance(tokens, slice) else query.index_select(0, tokens)
         query = query.reshape(num_segments, num_tokens, self.num_kv_heads, self.group, self.head_dim)
         query = query.transpose(1, 2).reshape(num_segments, self.num_kv_heads, -1, self.head_dim)
         if padding := self._padded(query.shape[2]) - query.shape[2]:
@@ -341,7 +343,9 @@ def _probe_row_unit(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tup
     shape = (3, num_kv_heads, 288, head_dim)
     query = torch.randn(shape, generator=generator).to(dtype)
     keys = torch.randn((3, KEY_TILE, num_kv_heads, head_dim), generator=generator).to(dtype).transpose(1, 2)
-    mask = torch.zeros(3, 1, 288, KEY_TILE).masked_fill_(torch.rand((3, 1, 288, KEY_TILE), generator=generator) < 0.3, MASKED)
+    mask = torch.zeros(3, 1, 288, KEY_TILE).masked_fill_(
+        torch.rand((3, 1, 288, KEY_TILE), generator=generator) < 0.3, MASKED
+    )
     whole, _ = _attend_tiles(query, keys, keys, mask, 0.1)
     for unit in ROW_UNITS:
         if all(_keeps_rows(query, keys, mask, whole, rows) for rows in _probe_rows(unit)):
@@ -353,9 +357,7 @@ def _probe_rows(unit: int) -> list[int]:
     return sorted({unit * times for times in (1, 2, 3, 4, 5, 7, 9, 12, 16, 32) if unit * times <= 288})
 
 
-def _keeps_rows(
-    query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, whole: torch.Tensor, rows: int
-) -> bool:
+def _keeps_rows(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
     for tiles in (1, 2, 3):
         part, _ = _attend_tiles(
             query[:tiles, :, :rows].contiguous(), keys[:tiles], keys[:tiles], mask[:tiles, :, :rows].contiguous(), 0.1

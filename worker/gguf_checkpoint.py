@@ -149,7 +149,9 @@ def _tokenizer(settings: Mapping[str, object]) -> tuple[Tokenizer, dict[str, obj
     assert isinstance(types, list)
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
-    steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    steps: list[pre_tokenizers.PreTokenizer] = (
+        [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     special = [token for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL]

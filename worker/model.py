@@ -38,13 +38,16 @@ class RMSNorm:
         # x / sqrt(mean(x^2) + eps) with the mean's divisor moved into weight and eps.
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = scale.square_().add_(self._eps).rsqrt_()
-        return (x * scale).mul_(self._weight).to(self._dtype)
+        out: torch.Tensor = (x * scale).mul_(self._weight).to(self._dtype)
+        return out
 
 
 class Layer:
     """One decoder layer: attention and a gated MLP around a float32 residual stream."""
 
-    def __init__(self, index: int, weights: Mapping[str, torch.Tensor], config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(
+        self, index: int, weights: Mapping[str, torch.Tensor], config: ModelConfig, dtype: torch.dtype
+    ) -> None:
         """weights: of the whole model, in `dtype` and on its device."""
         prefix = f"model.layers.{index}."
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
@@ -135,11 +138,12 @@ class Model:
             device=device,
         )
         self.attention = _attention_backend(attention, self.kv_cache, config)
+        self.max_model_len = max_model_len or config.max_position_embeddings
         self.rope = Rope(
             config.rope,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
-            max_model_len=max_model_len or config.max_position_embeddings,
+            max_model_len=self.max_model_len,
             device=device,
         )
         self._embedding = weights["model.embed_tokens.weight"]
@@ -150,7 +154,11 @@ class Model:
     @property
     def linears(self) -> dict[str, Linear]:
         """Every matrix product of the model by name."""
-        named = {f"layers.{i}.{name}": linear for i, layer in enumerate(self._layers) for name, linear in layer.linears.items()}
+        named = {
+            f"layers.{i}.{name}": linear
+            for i, layer in enumerate(self._layers)
+            for name, linear in layer.linears.items()
+        }
         return named | {"lm_head": self._head}
 
     @torch.inference_mode()

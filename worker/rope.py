@@ -104,7 +104,13 @@ class Rope:
     """The table of cosines and sines of every position that a sequence may have."""
 
     def __init__(
-        self, config: RopeConfig, *, head_dim: int, max_position_embeddings: int, max_model_len: int, device: str = "cpu"
+        self,
+        config: RopeConfig,
+        *,
+        head_dim: int,
+        max_position_embeddings: int,
+        max_model_len: int,
+        device: str = "cpu",
     ) -> None:
         """max_model_len chooses between a scaling's factors and bounds the positions."""
         frequencies, attention_factor = inverse_frequencies(
@@ -163,6 +169,7 @@ def _dynamic(config: RopeConfig, head_dim: int, max_position_embeddings: int, ma
 
 def _yarn(config: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, float]:
     trained = config.original_max_position_embeddings or max_position_embeddings
+
     def dimension(rotations: float) -> float:
         return head_dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
 

@@ -131,9 +131,7 @@ def random_weights(config: ModelConfig, *, seed: int) -> dict[str, torch.Tensor]
         noise = torch.randn(shape, generator=generator)
         if "norm" in name:
             weights[name] = 1.0 + 0.1 * noise
-        elif len(shape) == 1:
-            weights[name] = 0.1 * noise
-        elif name == "model.embed_tokens.weight":
+        elif len(shape) == 1 or name == "model.embed_tokens.weight":
             weights[name] = 0.1 * noise
         else:
             weights[name] = noise * (_gain(name) / shape[1] ** 0.5)
@@ -152,5 +150,5 @@ def weights_hash(weights: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(weights):
         tensor = weights[name].contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
