@@ -12,6 +12,7 @@ from pathlib import Path
 # Before torch, Ray or any child process reads them.
 os.environ["SLIPSTREAM_SANITIZE_KV"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine spinning threads wait for each other
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
