@@ -86,7 +86,8 @@ class FrontEnd:
         self._open: dict[int, tuple[Call, Choice]] = {}  # by stream number of the attempt subscribed to
         self._turns = InTurn()  # by request id of the scheduler
         self._call_closed = asyncio.Event()
-        self._next_stream = 0
+        # Never used by an earlier process of this name, whose tokens may still be on their way.
+        self._next_stream = secrets.randbits(62)
         self._num_started = 0
         self._num_resubmissions = 0
         self._num_stale_tokens = 0

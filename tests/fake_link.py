@@ -58,6 +58,8 @@ class FakeLink:
         self.front_end: FrontEnd | None = None
         self.life = 1
         self.available = True
+        self.reachable = asyncio.Event()  # while it is not set, submissions are under way
+        self.reachable.set()
         self.submitted: list[Request] = []
         self.cancelled: list[tuple[str, int]] = []
         self.preempted: list[str] = []
@@ -74,7 +76,7 @@ class FakeLink:
     # ---- the SchedulerLink protocol ----
 
     async def submit(self, request: Request, timeout_s: float | None) -> None:
-        await asyncio.sleep(0)
+        await self.reachable.wait()
         if not self.available:
             raise SchedulerUnavailable("the scheduler is away")
         self.submitted.append(request)

@@ -290,11 +290,14 @@ async def test_a_scheduler_given_up_ends_streams_as_unavailable() -> None:
 async def test_leaving_cancels_in_the_scheduler_and_only_after_the_submission() -> None:
     link = FakeLink()
     front_end = connected(link)
-    call = front_end.open(asked())
-    reader = Reader(front_end, call)
-    await asyncio.sleep(0)
+    link.reachable.clear()
+    reader = Reader(front_end, front_end.open(asked()))
+    await settled()
     reader.leave()
-    assert link.submitted == []
+    await settled()
+    assert front_end.num_open_requests == 0
+    assert link.cancelled == []
+    link.reachable.set()
     await settled()
     assert len(link.submitted) == 1
     assert link.cancelled == [("r", 0)]
