@@ -139,7 +139,7 @@ class Authors:
             token_ids=token_ids,
             max_tokens=max_tokens,
             sampling=self._sampling(max_tokens),
-            max_drafts=rng.choice((None, None, None, 0, 1, 2)),
+            max_drafts=rng.choice((None, None, None, None, None, 0, 1, 2)),
             priority=rng.choice((0, 0, 0, 1, 2)),
             deadline_ns=now_ns + rng.randint(1, 400) * MS if rng.random() < weather.urgent else None,
             salt=salt,

@@ -30,11 +30,11 @@ from scheduler.events import (
     WorkerUp,
 )
 from scheduler.request import FinishReason, RejectCode, Request
-from scheduler.step import StepPlan
+from scheduler.step import StepPlan, StepResult
 from tests.simulate.toy import Violation, chain, ending, extend, next_token, stops
 
 # Requests that came later and were admitted first, elsewhere, while an older one waited for the worker chosen for
-# it: at most this many per worker. With one worker nobody is ever overtaken.
+# it: at most this many and a full batch, per other worker. With one worker nobody is ever overtaken.
 MAX_OVERTAKEN_PER_WORKER = 12
 
 
@@ -42,8 +42,8 @@ class Attempt:
     """One attempt of a request: what was submitted, what came out of the scheduler so far."""
 
     __slots__ = (
-        "arrival", "closed", "ends", "epoch", "fingerprints", "last_hash", "last_run", "num_lost", "overtaken",
-        "request", "row_failed", "token_ids", "versions",
+        "arrival", "closed", "ends", "epoch", "fingerprints", "last_epoch", "last_hash", "last_run", "num_accepted",
+        "num_drafts", "num_first_hit", "num_lost", "overtaken", "request", "row_failed", "token_ids", "versions",
     )  # fmt: skip
 
     def __init__(self, request: Request, versions: list[int]) -> None:
@@ -55,9 +55,13 @@ class Attempt:
         self.ends = stops(request.sampling)
         self.closed: str | None = None  # how it ended, seen from the scheduler; None while it lives
         self.epoch: int | None = None  # where it runs
+        self.last_epoch: int | None = None  # its latest, running or left
         self.arrival = 0
         self.num_lost = 0  # epochs whose worker was lost
-        self.overtaken = 0
+        self.num_first_hit: int | None = None
+        self.num_drafts = 0  # verified in frames that count
+        self.num_accepted = 0
+        self.overtaken = 0  # since it began to wait
         self.row_failed = False
         self.fingerprints: set[str] = set()
 
@@ -65,7 +69,17 @@ class Attempt:
 class Session:
     """One registration of a worker, as the scheduler knows it."""
 
-    __slots__ = ("drain_deadline_ns", "epochs", "in_flight", "next_step_seq", "plans", "received", "up", "version")
+    __slots__ = (
+        "drain_deadline_ns",
+        "epochs",
+        "in_flight",
+        "next_step_seq",
+        "plans",
+        "received",
+        "results",
+        "up",
+        "version",
+    )
 
     def __init__(self, up: WorkerUp) -> None:
         self.up = up
@@ -74,6 +88,7 @@ class Session:
         self.plans: dict[int, StepPlan] = {}  # not yet acknowledged
         self.in_flight: dict[int, dict[int, str]] = {}  # step_seq -> epoch -> kind of frame
         self.received: set[int] = set()
+        self.results: dict[int, StepResult] = {}  # received and waiting for an earlier one
         self.epochs: dict[int, Attempt] = {}  # seated and not yet released
         self.drain_deadline_ns: int | None = None
 
@@ -99,6 +114,7 @@ class Ledger:
         self.must_finish: dict[int, Attempt] = {}  # streams whose tokens are complete
         self.num_output_tokens = 0
         self.num_hit_tokens = 0
+        self.num_applied = 0  # results by the event at hand
         self.num_cut_runs = 0  # runs of tokens that a stop ended before their last
 
     # ---- before an event: what does it meet in flight? ----
@@ -141,6 +157,7 @@ class Ledger:
             self.coverage["stale result", "any"] += 1
             return
         self.version_before = session.version or 0
+        self._before_application(session, result)
         if result.step_seq in session.received:
             self.coverage["result repeated", "any"] += 1
         for failure in result.failures:
@@ -150,13 +167,28 @@ class Ledger:
                 self._meet(session, failure.epoch, "row failed")
                 self.explained[failure.epoch] = "row failed"
 
+    def _before_application(self, session: Session, result: StepResult) -> None:
+        """Count the drafts of the results that are applied now, in step_seq order."""
+        session.results.setdefault(result.step_seq, result)
+        step_seq = min(session.in_flight)
+        self.num_applied = 0
+        while step_seq in session.results:
+            self.num_applied += 1
+            applied = session.results.pop(step_seq)
+            failed = {failure.epoch for failure in applied.failures}
+            columns = (applied.epochs.tolist(), applied.num_tokens.tolist(), applied.num_verified.tolist())
+            for epoch, num_tokens, num_verified in zip(*columns, strict=True):
+                attempt = self.attempt_of[epoch]
+                if attempt.closed is None and epoch not in failed and epoch not in self.explained:
+                    attempt.num_drafts += num_verified
+                    attempt.num_accepted += max(num_tokens - 1, 0)
+            step_seq += 1
+
     def _before_tick(self, event: Tick) -> None:
         self.now_ns = event.now_ns
         for session in self.sessions.values():
             if session.drain_deadline_ns is not None and session.drain_deadline_ns <= event.now_ns:
-                for epoch in session.epochs:
-                    self._meet(session, epoch, "drain")
-                    self.explained.setdefault(epoch, "drain")
+                self._drop_all(session, "drain")
         for attempt in self.live.values():
             deadline = attempt.request.deadline_ns
             if deadline is not None and deadline <= event.now_ns:
@@ -168,25 +200,32 @@ class Ledger:
                 continue
             self._meet(session, epoch, how)
             attempt.epoch = None
-            attempt.num_lost += 1
+            attempt.num_lost += epoch not in self.explained
         del self.sessions[session.up.worker_id]
 
     def _meet_all(self, how: str, *, explains: bool) -> None:
         for session in self.sessions.values():
-            for epoch in session.epochs:
-                if epoch not in self.explained:
+            if explains:
+                self._drop_all(session, how)
+            else:
+                for epoch in session.epochs:
                     self._meet(session, epoch, how)
-                    if explains:
-                        self.explained[epoch] = how
+
+    def _drop_all(self, session: Session, how: str) -> None:
+        """Every epoch seated or still delivering has to go, unless it had to before."""
+        flying = {epoch for frames in session.in_flight.values() for epoch in frames}
+        for epoch in sorted(flying | session.epochs.keys()):
+            if epoch not in self.explained:
+                self._meet(session, epoch, how)
+                self.explained[epoch] = how
 
     def _meet_request(self, request_id: str, how: str) -> None:
         attempt = self.live.get(request_id)
-        if attempt is None or attempt.epoch is None:
+        if attempt is None or attempt.last_epoch is None or attempt.last_epoch in self.explained:
             return
         for session in self.sessions.values():
-            if attempt.epoch in session.epochs:
-                self._meet(session, attempt.epoch, how)
-                self.explained.setdefault(attempt.epoch, how)
+            self._meet(session, attempt.last_epoch, how)
+        self.explained[attempt.last_epoch] = how
 
     def _meet(self, session: Session, epoch: int, how: str) -> None:
         for frames in session.in_flight.values():
@@ -390,10 +429,11 @@ class Ledger:
             raise Violation(f"ended with {command.num_output_tokens} outputs of {len(attempt.token_ids)}", who)
         if command.num_prompt_tokens != len(request.prompt_token_ids):
             raise Violation(f"ended with a prompt of {command.num_prompt_tokens}", who)
-        if not 0 <= command.num_accepted_tokens <= command.num_draft_tokens:
-            raise Violation(f"accepted {command.num_accepted_tokens} of {command.num_draft_tokens} drafts", who)
-        if command.inexact and len(attempt.fingerprints) < 2:
-            raise Violation("inexact although every worker has equal numbers", who)
+        if command.inexact != (len(attempt.fingerprints) > 1):
+            raise Violation(f"inexact={command.inexact} on workers with numbers {attempt.fingerprints}", who)
+        if command.num_cached_tokens != (attempt.num_first_hit or 0):
+            raise Violation(f"{command.num_cached_tokens} cached tokens, {attempt.num_first_hit} at first", who)
+        self._check_acceptance(event, command, attempt)
         self._check_reason(event, command, attempt)
         self._count_cut(event, attempt)
         if attempt.epoch is not None:
@@ -409,6 +449,15 @@ class Ledger:
             [index] = (event.result.epochs == attempt.epoch).nonzero()[0].tolist()
             self.num_cut_runs += int(event.result.num_tokens[index]) > attempt.last_run
 
+    def _check_acceptance(self, event: Event, command: FinishRequest, attempt: Attempt) -> None:
+        """Drafts verified and accepted are those of applied frames that were live or delivered, of no other."""
+        counted = command.num_draft_tokens, command.num_accepted_tokens
+        truly = attempt.num_drafts, attempt.num_accepted
+        # Of several results applied at once, those after its end were dropped, which is not seen from here.
+        certain = not isinstance(event, StepFinished) or self.num_applied == 1
+        if certain and counted != truly:
+            raise Violation(f"{counted} drafts verified and accepted, truly {truly}", command.request_id)
+
     def _check_reason(self, event: Event, command: FinishRequest, attempt: Attempt) -> None:
         request, reason = attempt.request, command.reason
         truly = ending(request, attempt.token_ids, self.config.max_model_len)
@@ -420,7 +469,7 @@ class Ledger:
             case FinishReason.DEADLINE:
                 right = request.deadline_ns is not None and request.deadline_ns <= self.now_ns
             case FinishReason.ERROR:
-                right = attempt.row_failed or attempt.num_lost >= self.config.max_attempts
+                right = attempt.row_failed or attempt.num_lost > self.config.max_attempts
         if not right:
             raise Violation(f"ended with {reason}, truly {truly}: {command.message}", request.request_id)
         stop_token_id = None
@@ -455,10 +504,7 @@ class Ledger:
         session.plans[plan.step_seq] = plan
         if plan.weights is not None:
             session.version = int(plan.weights)
-            for epoch in session.epochs:
-                if epoch not in self.explained:
-                    self._meet(session, epoch, "swap")
-                    self.explained[epoch] = "swap"
+            self._drop_all(session, "swap")
         if self.swapped and session.version != self.version:
             raise Violation(f"{command.worker_id}: planned under weights {session.version}, not {self.version}")
         self._released(session, plan)
@@ -503,6 +549,8 @@ class Ledger:
                 raise Violation(f"epoch {arrival.epoch} used again", who)
             if attempt.epoch is not None and attempt.epoch not in self.explained and attempt.epoch not in self.leaving:
                 raise Violation(f"arrives while it runs in epoch {attempt.epoch}", who)
+            if attempt.num_lost > self.config.max_attempts:
+                raise Violation(f"tried again after it lost {attempt.num_lost} workers", who)
             if len(session.epochs) >= session.up.max_num_seqs:
                 raise Violation(f"more than {session.up.max_num_seqs} rows taken", who)
             self.attempt_of[arrival.epoch] = attempt
@@ -518,12 +566,17 @@ class Ledger:
             if not 0 <= arrival.num_computed_tokens < length:
                 raise Violation(f"arrives with {arrival.num_computed_tokens} of {length} computed", who)
             self.num_hit_tokens += arrival.num_computed_tokens
+            if attempt.num_first_hit is None:
+                attempt.num_first_hit = arrival.num_computed_tokens
 
     def _check_arrival(self, session: Session, plan: StepPlan, attempt: Attempt, epoch: int) -> None:
         """Seat the attempt; nobody who came before and could run is left standing too often."""
         self.num_workers = max(self.num_workers, len(self.sessions))
-        limit = MAX_OVERTAKEN_PER_WORKER * (self.num_workers - 1)
-        attempt.epoch = epoch
+        limit = (MAX_OVERTAKEN_PER_WORKER + session.up.max_num_seqs) * (self.num_workers - 1)
+        attempt.epoch = attempt.last_epoch = epoch
+        attempt.overtaken = 0
+        if not attempt.token_ids:  # nothing depends on the numbers of an earlier worker
+            attempt.fingerprints.clear()
         attempt.fingerprints.add(session.up.fingerprint)
         session.epochs[epoch] = attempt
         for other in self.live.values():
