@@ -2,20 +2,21 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
-from cluster.frontend import Delivered, FrontEnd
+from cluster.frontend import FrontEnd
 from cluster.link import RaySchedulerLink
 from cluster.served_model import ServedModel
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
 from cluster.text import Tokenizer, load_tokenizer
 from scheduler.actor import SchedulerActor
+from worker.actor import unpack
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -63,10 +64,10 @@ class FrontEndActor:
         self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, life))
         return port
 
-    async def deliver(self, life: int, seq: int, commands: Sequence[Delivered]) -> None:
-        """What one scheduler event means for this front end's streams."""
+    async def deliver(self, life: int, seq: int, packed: bytes) -> None:
+        """What one scheduler event means for this front end's streams: packed commands."""
         assert self._front_end is not None
-        self._front_end.deliver(seq, commands, life)
+        self._front_end.deliver(seq, unpack(packed), life)
 
     async def wait_until_closed(self) -> str:
         """Why this front end can serve no more, once it cannot."""

@@ -5,23 +5,25 @@ numbers and epochs on both sides.
 """
 
 import asyncio
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
-from cluster.frontend import Delivered, FrontEnd, SchedulerUnavailable
+from cluster.frontend import FrontEnd, SchedulerUnavailable
 from scheduler.actor import SchedulerActor, StepRaised, WorkerUnreachable
 from scheduler.events import Command, WorkerUp
 from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
-from worker.actor import WorkerActor
+from worker.actor import WorkerActor, pack, unpack
 from worker.session import StaleSession
 
 Answer = TypeVar("Answer")
 
+AWAIT_DELIVERY_EVERY_S = 0.2
 SCHEDULER_HEARTBEAT_S = 1.0
 SCHEDULER_LOST_AFTER_S = 30.0  # unreachable for so long
 
@@ -50,13 +52,14 @@ class RayWorkerPort:
     async def step(self, plan: StepPlan) -> Sequence[StepResult]:
         """Raises WorkerUnreachable or StepRaised."""
         try:
-            results: list[StepResult] = await self._actor.step.remote(plan)
+            packed: bytes = await self._actor.step.remote(pack(plan))
         except RayTaskError as error:
             if isinstance(error.cause, StaleSession):
                 raise WorkerUnreachable(one_line(error)) from error
             raise StepRaised(one_line(error)) from error
         except RayError as error:
             raise WorkerUnreachable(one_line(error)) from error
+        results: list[StepResult] = unpack(packed)
         return results
 
     async def health(self) -> int | None:
@@ -71,7 +74,7 @@ class RayWorkerPort:
 class DeliveryActor(Protocol):
     """The actor a front end runs in."""
 
-    async def deliver(self, life: int, seq: int, commands: Sequence[Delivered]) -> None: ...
+    async def deliver(self, life: int, seq: int, packed: bytes) -> None: ...
 
 
 class RayFrontEndPort:
@@ -79,11 +82,20 @@ class RayFrontEndPort:
 
     def __init__(self, actor: "ActorHandle[DeliveryActor]") -> None:
         self._actor = actor
+        self._next_awaited_s = 0.0
 
     async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
-        """Raises ConnectionError when the front end's process is gone."""
+        """Raises ConnectionError when the front end's process is gone.
+
+        Waiting for an answer costs as much as the call: a few a second tell as well that it is there.
+        """
+        answer: Any = self._actor.deliver.remote(life, seq, pack(commands))
+        now_s = time.monotonic()
+        if now_s < self._next_awaited_s:
+            return
+        self._next_awaited_s = now_s + AWAIT_DELIVERY_EVERY_S
         try:
-            await self._actor.deliver.remote(life, seq, commands)
+            await answer
         except RayError as error:
             raise ConnectionError(one_line(error)) from error
 
