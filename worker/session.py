@@ -58,7 +58,7 @@ class SessionQueue:
         if plan.session != self._session:
             raise StaleSession(f"plan {plan.step_seq} is of session {plan.session}, this worker is in {self._session}")
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # raised again and again, it would pile up frames
         self._forget(plan.acknowledged)
         if plan.step_seq < self._next_step_seq:
             kept = self._unacknowledged.get(plan.step_seq)
