@@ -21,6 +21,22 @@ SHORT_TOKENS = 16  # rows of at most so many new tokens are attended together
 LONG_TOKENS = 128  # a longer chunk is cut so, that its early tokens skip the late tiles
 LONG_SCORES = 1 << 23  # floats of one segment's mask; bounds a segment's memory in long contexts
 ROW_UNITS = (1, 4, 8, 16, 32)
+UNPACKED_ROWS = 32  # well below the 64 from which the operator may pack keys
+PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 24, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 160, 192, 200,
+              256, 288, 384, 512, 768, 800, 1024)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRule:
+    """Which query row counts of one product keep every row's bits, found by trying."""
+
+    unit: int  # rows come in multiples of it
+    max_rows: int  # and at most so many
+    exact: bool  # False: no rule was found
+
+
+# (KV heads, head size, dtype, most rows, threads) -> rule; every model of one shape shares it
+_PROBED: dict[tuple[int, int, torch.dtype, int, int], RowRule] = {}
 
 
 class KVCache:
@@ -110,7 +126,12 @@ class CpuAttention:
         self.group = num_heads // num_kv_heads
         self.scale = head_dim**-0.5 if scale is None else scale
         self.windows = tuple(windows) if windows else (None,) * num_layers
-        self.row_unit, self.is_exact = _probe_row_unit(num_kv_heads, head_dim, kv_cache.key.dtype)
+        shape = (num_kv_heads, head_dim, kv_cache.key.dtype, LONG_TOKENS * self.group, torch.get_num_threads())
+        if shape not in _PROBED:
+            _PROBED[shape] = _probe_rows(*shape[:4])
+        self.rule = _PROBED[shape]
+        self._long_tokens = max(self.rule.max_rows // self.group, 1)
+        self._short_tokens = min(SHORT_TOKENS, self._long_tokens)
         self._blocks_per_tile = KEY_TILE // block_size
         # Views made once: indexing a pool costs microseconds, a step has hundreds of them.
         self._slots = [
@@ -127,7 +148,12 @@ class CpuAttention:
     @property
     def fingerprint(self) -> str:
         """What decides this backend's numbers, in words."""
-        return f"cpu tile={KEY_TILE} unit={self.row_unit}"
+        return f"cpu tile={KEY_TILE} unit={self.rule.unit} rows={self.rule.max_rows}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's bits are the same in any company."""
+        return self.rule.exact
 
     def prepare(self, batch: Batch) -> None:
         """Cut the step into segments: short rows together by size, each longer chunk by itself."""
@@ -139,11 +165,11 @@ class CpuAttention:
         table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
         self._plan = []
         for low, high in ((0, 1), (1, SHORT_TOKENS // 2), (SHORT_TOKENS // 2, SHORT_TOKENS)):
-            reqs = [i for i, count in enumerate(counts) if low < count <= high]
+            reqs = [i for i, count in enumerate(counts) if low < count <= min(high, self._short_tokens)]
             if reqs:
                 self._plan.append(self._short(batch, table, reqs, bounds, counts, seq_lens))
         for i, count in enumerate(counts):
-            if count > SHORT_TOKENS:
+            if count > self._short_tokens:
                 self._plan += self._long(table[i], bounds[i], count, seq_lens[i])
         most_tiles = max((segments.num_tiles for segments in self._plan), default=0)
         self._reserve(most_tiles * KEY_TILE * self.num_kv_heads * self.head_dim)
@@ -209,7 +235,7 @@ class CpuAttention:
         """One request's chunk as segments that share one gather of its keys."""
         most_tiles = -(-seq_len // KEY_TILE)
         affordable = LONG_SCORES // (most_tiles * KEY_TILE * self.group)
-        length = max(min(LONG_TOKENS, affordable), SHORT_TOKENS)
+        length = max(min(self._long_tokens, affordable), self._short_tokens)
         plan: list[_Segments] = []
         # The last segment sees the most tiles: it comes first and gathers for all.
         for first in reversed(range(0, count, length)):
@@ -247,7 +273,7 @@ class CpuAttention:
         return masks
 
     def _padded(self, rows: int) -> int:
-        return -(-rows // self.row_unit) * self.row_unit
+        return -(-rows // self.rule.unit) * self.rule.unit
 
     def _reserve(self, size: int) -> None:
         """Scratch for the gathered keys and values: fresh large buffers would cost more than the gather."""
@@ -337,31 +363,28 @@ def _combine(part: torch.Tensor, logsumexp: torch.Tensor, segments: _Segments) -
     return out.to(part.dtype)
 
 
-def _probe_row_unit(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, bool]:
-    """The least multiple of query rows that keeps every row's bits for any row and tile count, if there is one."""
+def _probe_rows(num_kv_heads: int, head_dim: int, dtype: torch.dtype, max_rows: int) -> RowRule:
+    """The rule with the most rows and then the least unit under which every row keeps its bits.
+
+    Above 63 rows the operator may pack the keys, and for some head sizes that rounds differently.
+    """
     generator = torch.Generator().manual_seed(0)
-    shape = (3, num_kv_heads, 288, head_dim)
-    query = torch.randn(shape, generator=generator).to(dtype)
+    query = torch.randn((3, num_kv_heads, max_rows, head_dim), generator=generator).to(dtype)
     keys = torch.randn((3, KEY_TILE, num_kv_heads, head_dim), generator=generator).to(dtype).transpose(1, 2)
-    mask = torch.zeros(3, 1, 288, KEY_TILE).masked_fill_(
-        torch.rand((3, 1, 288, KEY_TILE), generator=generator) < 0.3, MASKED
-    )
-    whole, _ = _attend_tiles(query, keys, keys, mask, 0.1)
-    for unit in ROW_UNITS:
-        if all(_keeps_rows(query, keys, mask, whole, rows) for rows in _probe_rows(unit)):
-            return unit, True
-    return ROW_UNITS[-1], False
+    hidden = torch.rand((3, 1, max_rows, KEY_TILE), generator=generator) < 0.3
+    mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)
 
-
-def _probe_rows(unit: int) -> list[int]:
-    return sorted({unit * times for times in (1, 2, 3, 4, 5, 7, 9, 12, 16, 32) if unit * times <= 288})
-
-
-def _keeps_rows(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, whole: torch.Tensor, rows: int) -> bool:
-    for tiles in (1, 2, 3):
+    def attend(tiles: int, rows: int) -> torch.Tensor:
         part, _ = _attend_tiles(
             query[:tiles, :, :rows].contiguous(), keys[:tiles], keys[:tiles], mask[:tiles, :, :rows].contiguous(), 0.1
         )
-        if not torch.equal(part, whole[:tiles, :, :rows]):
-            return False
-    return True
+        return part
+
+    for limit in dict.fromkeys((max_rows, min(max_rows, UNPACKED_ROWS))):
+        for unit in ROW_UNITS:
+            largest = limit // unit * unit
+            whole = attend(3, largest)
+            counts = {-(-rows // unit) * unit for rows in PROBE_ROWS if rows <= largest}
+            if all(torch.equal(attend(t, rows), whole[:t, :, :rows]) for rows in sorted(counts) for t in (1, 3)):
+                return RowRule(unit=unit, max_rows=largest, exact=True)
+    return RowRule(unit=ROW_UNITS[-1], max_rows=max_rows, exact=False)
