@@ -212,8 +212,8 @@ def test_store_writes_its_slots_and_no_other(dtype: torch.dtype) -> None:
     slots = torch.randperm(80, generator=generator)[:9]
     slots[3] = -1  # a padded token
     stored, expected = ([torch.full((5, 16, 2, 48), 7.0).to(dtype) for _ in range(2)] for _ in range(2))
-    store_kv(key, value, *stored, slots)
-    store_kv_reference(key, value, *expected, slots)
+    store_kv(key, value, stored[0], stored[1], slots)
+    store_kv_reference(key, value, expected[0], expected[1], slots)
     assert torch.equal(torch.stack(stored), torch.stack(expected))
 
 

@@ -16,8 +16,8 @@ from worker.sampler import gumbel
 VOCAB_SIZE = 300
 
 
-@triton.jit
-def gumbel_kernel(seed, position, noise, TILE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def gumbel_kernel(seed, position, noise, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     start = tl.program_id(0) * TILE
     values = kernels._gumbel(tl.load(seed).to(tl.uint64, bitcast=True), tl.load(position), start, TILE)
     tl.store(noise + start + tl.arange(0, TILE), values)

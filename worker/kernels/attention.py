@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.tuning import SPLIT_SIZE, AttentionTiles
+from worker.kernels.tuning import COMPILE_OPTIONS, SPLIT_SIZE, AttentionTiles
 
 MAX_WORKSPACE_BYTES = 512 << 20
 MAX_SPLIT_QUERY_LEN = 16  # requests with more query tokens than this fold their splits in one program
@@ -120,7 +120,7 @@ def _fold(total, total_max, total_sum, acc, row_max, row_sum):
     return total, new_max, tl.fma(row_sum, new, total_sum * old)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "max_split_query_len", "table_stride"])
 def paged_attention_kernel(
     query,
     key_cache,
@@ -231,7 +231,7 @@ def paged_attention_kernel(
         tl.store(out + out_offset, result.to(out.dtype.element_ty), mask=in_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_split_query_len", "num_splits"])
 def combine_splits_kernel(
     partial_out,
     partial_max,
@@ -366,14 +366,14 @@ def paged_attention(
         query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         block_table.stride(0),
         **attention_constants(shape, tiles, one_split=launch.num_splits == 1, interpreting=is_interpreting()),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **COMPILE_OPTIONS,
     )  # fmt: skip
     if not parallel:
         return
     combine_splits_kernel[(num_reqs * launch.max_split_query_len, shape.num_heads)](
         launch.partial_out, launch.partial_max, launch.partial_sum, out,
         cu_seqlens_q, seq_lens, launch.max_split_query_len, launch.num_splits,
-        **combine_constants(shape), num_warps=1, num_stages=2,
+        **combine_constants(shape), num_warps=1, num_stages=2, **COMPILE_OPTIONS,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from worker.batch import Batch
 from worker.kernels.sampling import SamplingColumns
+from worker.kernels.tuning import COMPILE_OPTIONS
 
 TOKENS_PER_PROGRAM = 128
 
@@ -98,7 +99,7 @@ def _owner(index, bounds, num_reqs):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def frame_lengths_kernel(
     plan_rows,
     plan_scheduled,
@@ -138,7 +139,7 @@ def frame_lengths_kernel(
     tl.store(cu_samples + num_reqs, tl.sum(num_samples, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def gather_tokens_kernel(
     plan_rows,
     row_token_ids,
@@ -171,7 +172,7 @@ def gather_tokens_kernel(
     tl.store(slot_mapping + token, tl.where(exists, slot, -1), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_samples"])
 def gather_samples_kernel(
     plan_rows,
     num_tokens,
@@ -255,9 +256,15 @@ def accept_kernel(
         tl.store(num_computed + row, length + count - 1)
 
 
-def gather_frames(state: DeviceRows, plan: PlanColumns, *, num_tokens: int, num_samples: int) -> FrameBatch:
-    """The batch of a plan, padded to `num_tokens` tokens and `num_samples` samples, which must hold it."""
+def gather_frames(
+    state: DeviceRows, plan: PlanColumns, *, num_tokens: int, num_samples: int, max_seq_len: int | None = None
+) -> FrameBatch:
+    """The batch of a plan, padded to `num_tokens` tokens and `num_samples` samples, which must hold it.
+
+    max_seq_len: no row is longer; a narrower block table saves idle programs. None: any length.
+    """
     num_reqs, device = plan.rows.shape[0], plan.rows.device
+    width = state.block_table.shape[1] if max_seq_len is None else -(-max_seq_len // state.block_size)
 
     def empty(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -269,7 +276,7 @@ def gather_frames(state: DeviceRows, plan: PlanColumns, *, num_tokens: int, num_
             slot_mapping=empty(num_tokens, torch.int64),
             cu_seqlens_q=empty(num_reqs + 1, torch.int32),
             seq_lens=empty(num_reqs, torch.int32),
-            block_table=state.block_table.index_select(0, plan.rows.clamp(min=0)),
+            block_table=state.block_table[:, :width].index_select(0, plan.rows.clamp(min=0)),
             logits_indices=empty(num_samples, torch.int64),
         ),
         cu_samples=empty(num_reqs + 1, torch.int32),
@@ -281,18 +288,19 @@ def gather_frames(state: DeviceRows, plan: PlanColumns, *, num_tokens: int, num_
         plan.rows, plan.num_scheduled, plan.num_drafts, plan.reserved,
         state.num_tokens, state.num_computed, state.num_drafts, state.end,
         batch.cu_seqlens_q, batch.seq_lens, frames.cu_samples, num_reqs, BLOCK=triton.next_power_of_2(num_reqs),
+        **COMPILE_OPTIONS,
     )  # fmt: skip
     gather_tokens_kernel[(triton.cdiv(num_tokens, TOKENS_PER_PROGRAM),)](
         plan.rows, state.token_ids, state.block_table, batch.cu_seqlens_q, batch.seq_lens,
         batch.token_ids, batch.positions, batch.slot_mapping, num_reqs, num_tokens,
         state.token_ids.stride(0), state.block_table.stride(0),
-        BLOCK_SIZE=state.block_size, BLOCK=TOKENS_PER_PROGRAM,
+        BLOCK_SIZE=state.block_size, BLOCK=TOKENS_PER_PROGRAM, **COMPILE_OPTIONS,
     )  # fmt: skip
     if num_samples:
         gather_samples_kernel[(triton.cdiv(num_samples, TOKENS_PER_PROGRAM),)](
             plan.rows, state.num_tokens, batch.cu_seqlens_q, frames.cu_samples,
             batch.logits_indices, frames.sample_rows, frames.sample_positions, num_reqs, num_samples,
-            BLOCK=TOKENS_PER_PROGRAM,
+            BLOCK=TOKENS_PER_PROGRAM, **COMPILE_OPTIONS,
         )  # fmt: skip
     return frames
 
@@ -314,6 +322,7 @@ def accept_drafts(
         state.token_ids, state.num_tokens, state.num_computed, state.num_drafts,
         acceptance.token_ids, acceptance.num_tokens, acceptance.num_verified, acceptance.failed,
         state.token_ids.stride(0), 1 + max_drafts, BLOCK=triton.next_power_of_2(1 + max_drafts), num_warps=1,
+        **COMPILE_OPTIONS,
     )  # fmt: skip
     return acceptance
 

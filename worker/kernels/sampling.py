@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from scheduler.request import SamplingParams
+from worker.kernels.tuning import COMPILE_OPTIONS
 from worker.sampler import gumbel, kept_token_ids
 
 FAILED = -1  # the token of a position whose logits are not finite or all masked
@@ -73,10 +74,7 @@ def _above(logits, vocab_size, cut, best, temperature, BY_COUNT: tl.constexpr, T
         token_id = start + tl.arange(0, TILE)
         x = tl.load(logits + token_id, mask=token_id < vocab_size, other=float("-inf"))
         counted = (_order(x) > cut) & (token_id < vocab_size)
-        if BY_COUNT:
-            weight = tl.full([TILE], 1.0, tl.float64)
-        else:
-            weight = tl.exp((x.to(tl.float64) / temperature) - best)
+        weight = tl.full([TILE], 1.0, tl.float64) if BY_COUNT else tl.exp((x.to(tl.float64) / temperature) - best)
         total += tl.sum(tl.where(counted, weight, 0.0), 0)
     return tl.sum(total, 0)
 
@@ -246,7 +244,7 @@ def sample(
     sample_kernel[(num_samples,)](
         logits, sample_rows, sample_positions,
         columns.temperature, columns.top_p, columns.min_p, columns.top_k, columns.seed,
-        sampled, vocab_size, logits.stride(0), TILE=tile, num_warps=8,
+        sampled, vocab_size, logits.stride(0), TILE=tile, num_warps=8, **COMPILE_OPTIONS,
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.tuning import COMPILE_OPTIONS
+
 
 @triton.jit
 def store_kv_kernel(
@@ -48,7 +50,16 @@ def store_kv(
     assert value_cache.is_contiguous()
     grid = (num_tokens, triton.cdiv(width, block))
     store_kv_kernel[grid](
-        key, value, key_cache, value_cache, slot_mapping, key.stride(0), value.stride(0), WIDTH=width, BLOCK=block
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(0),
+        value.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        **COMPILE_OPTIONS,
     )
 
 

@@ -11,6 +11,9 @@ import torch
 # Part of the numbers of a deployment: partial results meet at multiples of this, whatever the batch.
 SPLIT_SIZE = 512
 
+# Said explicitly: Triton's default differs between versions, and it decides how sums of products round.
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
