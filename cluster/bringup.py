@@ -50,6 +50,7 @@ class Deployment:
         self.sizes = size(config, directory)
         check_port_is_free(config.host, config.port)
         self.endpoints: list[str] = []  # HOST:PORT of each front end
+        self.warnings: list[str] = []  # what does not keep the promise on this machine
         self._actors: list[ActorHandle[Any]] = []
         self._front_ends: list[ActorHandle[Any]] = []
         with phase("Starting Ray on this machine"):
@@ -105,6 +106,7 @@ class Deployment:
             loads = [front_end.load.remote() for front_end in front_ends]
             traits: list[WorkerTraits] = ray.get([worker.load.remote() for worker in workers.values()])
             ray.get(loads)
+        self.warnings = [f"{worker.worker_id}: {complaint}" for worker in traits for complaint in worker.complaints]
         with phase("Starting the scheduler and the gRPC front end"):
             scheduler = self._start_scheduler(workers, traits)
             ports: list[int] = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])

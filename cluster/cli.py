@@ -85,6 +85,7 @@ def _serve(config: ServeConfig) -> None:
     with display:
         directory = resolve_model(config.model, display)
         deployment = Deployment(config, directory, display.phase)
+        display.warn(deployment.warnings)
     record: Path | None = None
     try:
         record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray)

@@ -62,6 +62,7 @@ def run_demo(config: ServeConfig, *, max_tokens: int, as_json: bool) -> None:
     with Display() as display:
         directory = resolve_model(config.model, display)
         deployment = Deployment(config, directory, display.phase)
+        display.warn(deployment.warnings)
     try:
         chats = [Chat(question) for question in QUESTIONS]
         wall_s, stats = asyncio.run(_chat(deployment.endpoints[0], chats, max_tokens, show=not as_json))

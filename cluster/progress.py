@@ -4,9 +4,10 @@ On stderr, so that stdout holds answers only; without a terminal one plain line 
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
@@ -47,3 +48,8 @@ class Display:
         yield lambda completed: self._progress.update(task, completed=completed)
         done = total if total is not None else 1.0
         self._progress.update(task, total=done, completed=done)
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """One line each, above what is in progress."""
+        for warning in warnings:
+            self._console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)

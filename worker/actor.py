@@ -63,6 +63,7 @@ class WorkerTraits:
     max_num_seqs: int
     max_drafts: int
     fingerprint: str
+    complaints: tuple[str, ...]  # what makes a row's numbers depend on its company here; empty: nothing does
 
 
 class StepRefused(RuntimeError):
@@ -125,6 +126,7 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
     """A runner over a freshly loaded model. torch is first imported here, in the worker's own process."""
     import torch
 
+    from worker.fingerprint import fingerprint, self_test
     from worker.model import load_model
     from worker.runner import Runner
     from worker.sanitizer import KVSanitizer, is_wanted
@@ -147,12 +149,15 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
         max_num_seqs=spec.max_num_seqs,
         sanitizer=KVSanitizer(num_blocks, spec.block_size) if is_wanted() else None,
     )
+    complaints = self_test(model)
     traits = WorkerTraits(
         worker_id=spec.worker_id,
         num_blocks=num_blocks,
         max_num_seqs=spec.max_num_seqs,
         max_drafts=spec.max_drafts,
-        fingerprint=model.weights_hash,
+        # Numbers that depend on their company are like nobody's, not even like this worker's own a step later.
+        fingerprint=fingerprint(model) + (f" inexact on {spec.worker_id}" if complaints else ""),
+        complaints=tuple(complaints),
     )
     return runner, traits
 

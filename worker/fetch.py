@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from worker.gguf_checkpoint import convert
-
 MANIFEST = "manifest.json"
 FORMAT = 1  # of what `convert` writes; a cache of another one is made anew
 POLL_S = 0.1
@@ -83,6 +81,8 @@ def fetch(name: str, cache_dir: Path | None = None, progress: Progress = quiet) 
 
 def install(gguf: Path, directory: Path, source: Source, workspace: Path, progress: Progress = quiet) -> None:
     """Convert into the workspace, then put it in place in one rename. The workspace is on the same file system."""
+    from worker.gguf_checkpoint import convert  # imports torch: a cache that is whole does without
+
     made = workspace / "made"
     made.mkdir()
     convert(gguf, made, lambda done, total: progress("convert", done, total))
