@@ -22,6 +22,8 @@ from worker.model import Model, load_model
 from worker.runner import Runner
 from worker.sanitizer import KVSanitizer
 
+pytestmark = pytest.mark.timeout(3600)
+
 FULL = os.environ.get("SLIPSTREAM_FULL") == "1"
 GREEDY = SamplingParams(temperature=0.0)
 MAX_TOKENS = 16
@@ -207,7 +209,6 @@ def test_two_schedules_do_not_show_in_the_real_model_s_streams(dtype: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drafter", ["ngram", "oracle"])
 def test_forty_schedules_do_not_show_in_the_real_model_s_streams(dtype: str, drafter: str) -> None:
