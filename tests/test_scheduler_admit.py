@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.events import CacheReset, DrainRequested, PreemptRequested
+from scheduler.events import CacheReset, DrainRequested, PreemptRequested, StepFinished
 from tests.builders import Stage, prompt_of, scripted, submitted
 
 
@@ -345,6 +345,43 @@ def test_higher_priority_finds_the_worker_that_can_make_room() -> None:
     assert stage.is_running("r1")
     stage.run()
     assert stage.outputs["r2"] == scripted("r2", 0, 7)
+
+
+def test_lowest_running_request_is_sought_on_every_worker_that_plans() -> None:
+    """Either could make room: the one with the lowest goes."""
+    stage = small(scheduling_policy="priority")
+    stage.up("a", max_num_seqs=1)
+    stage.handle(submitted("r0", 4, max_tokens=20, priority=5))
+    stage.up("b", session=2, max_num_seqs=1)
+    stage.handle(submitted("r1", 4, max_tokens=20, priority=9))
+    assert stage.is_running("r1")
+    stage.handle(submitted("r2", 4, max_tokens=4, priority=1))
+    first, second = stage.execute("a"), stage.execute("b")
+    stage.handle(StepFinished(result=second), StepFinished(result=first))
+    assert [stage.is_running(name) for name in ("r0", "r1", "r2")] == [True, False, True]
+    stage.run()
+    assert stage.outputs["r1"] == scripted("r1", 0, 20)
+
+
+def test_draining_head_preempts_nobody_before_its_tokens_have_come() -> None:
+    """It could not be planned yet, so what it took would lie idle."""
+    stage = small(scheduling_policy="priority", max_steps_in_flight=2)
+    stage.up("a", max_num_seqs=1)
+    stage.handle(submitted("r0", 4, max_tokens=20, priority=5))
+    stage.up("b", session=2, max_num_seqs=1)
+    stage.handle(submitted("r1", 4, max_tokens=20, priority=9))
+    stage.handle(submitted("r2", 4, max_tokens=4, priority=1))
+    stage.answer("a")  # r0 must go to r2: only its worker plans now
+    assert stage.scheduler.requests["r0"].num_deliver_frames == 1
+    stage.answer("b")
+    assert stage.is_running("r1")
+    stage.answer("a")
+    stage.answer("b")
+    assert [stage.is_running(name) for name in ("r0", "r1", "r2")] == [True, False, True]
+    stage.run()
+    assert stage.outputs["r0"] == scripted("r0", 0, 20)
+    assert stage.outputs["r1"] == scripted("r1", 0, 20)
+    stage.assert_settled()
 
 
 # ---- placement ----

@@ -249,15 +249,16 @@ def test_nothing_is_planned_that_cannot_be_needed() -> None:
     assert len(stage.frames_of("r0")) == 2
 
 
-def test_drafts_are_capped_by_the_request_the_worker_and_the_server() -> None:
+@pytest.mark.parametrize(
+    ("of_worker", "expected"), [(4, [2, 4, 0, 4]), (8, [2, 5, 0, 5])], ids=["small drafter", "large drafter"]
+)
+def test_drafts_are_capped_by_the_request_the_worker_and_the_server(of_worker: int, expected: list[int]) -> None:
     """The least of them, for each request."""
     stage = Stage(max_drafts=5, max_steps_in_flight=2)
-    stage.handle(submitted("r0", 8, max_drafts=2), submitted("r1", 8), submitted("r2", 8, max_drafts=0))
-    stage.handle(submitted("r3", 8, max_drafts=9))
-    stage.up(max_drafts=4)
-    assert {name: frame.num_drafts for name, frame in stage.in_flight()[1].items()} == {
-        "r0": 2, "r1": 4, "r2": 0, "r3": 4,
-    }  # fmt: skip
+    for index, max_drafts in enumerate([2, None, 0, 9]):
+        stage.handle(submitted(f"r{index}", 8, max_drafts=max_drafts))
+    stage.up(max_drafts=of_worker)
+    assert [stage.in_flight()[1][f"r{index}"].num_drafts for index in range(4)] == expected
 
 
 @pytest.mark.parametrize("wanted", [[0, 0, 0, 0], [4, 0, 2, 9]])

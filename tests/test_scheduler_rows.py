@@ -96,3 +96,6 @@ def test_stop_ids_widen_for_the_request_with_the_most() -> None:
     seat(table, state_of("r2"), 3)
     columns = table.stop_ids[:, :3].T.tolist()
     assert [sorted(token for token in column if token >= 0) for column in columns] == [[2], [5, 6, 7], []]
+    table.vacate(1)
+    assert seat(table, state_of("r3", sampling=SamplingParams(stop_token_ids=(9,))), 4) == 1
+    assert sorted(token for token in table.stop_ids[:, 1].tolist() if token >= 0) == [9]
