@@ -122,6 +122,20 @@ def test_first_block_published_under_a_digest_stays() -> None:
     pool.check()
 
 
+def test_cached_block_keeps_its_digest_until_a_reset() -> None:
+    """It holds one text; under a new namespace it may be published again."""
+    pool = BlockPool(2)
+    [block] = pool.allocate(1)
+    first, second = digests_of([1, 2, 3, 4])[0], digests_of([5, 6, 7, 8])[0]
+    pool.publish([block], [first])
+    pool.publish([block], [second])
+    assert (pool.match([first]), pool.match([second])) == ([block], [])
+    pool.reset()
+    pool.publish([block], [second])
+    assert (pool.match([first]), pool.match([second])) == ([], [block])
+    pool.check()
+
+
 def test_reset_forgets_everything_and_lets_requests_keep_their_blocks() -> None:
     """A block of the old namespace is never found again, also when it is published or taken later."""
     pool = BlockPool(3)
