@@ -34,7 +34,7 @@ from scheduler.events import (
     WorkerUp,
 )
 from scheduler.request import Request
-from scheduler.stats import SchedulerStats
+from scheduler.stats import DurationCounter, SchedulerStats
 from scheduler.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,9 @@ class SchedulerActor:
         self._sessions: dict[str, _Session] = {}  # worker id -> its current session
         self._front_ends: dict[str, _FrontEnd] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # Of requests without a plan yet: id -> when they were submitted, and by which front end.
+        self._queued: dict[str, tuple[int, str]] = {}
+        self._queue_time = DurationCounter()
         self._started = False
         self._failure: str | None = None
 
@@ -147,7 +150,7 @@ class SchedulerActor:
         """A front end wants its requests' commands; this life's number. An older one of that name is lost."""
         life = await self.start()
         if self._front_ends.pop(front_end, None) is not None:
-            self._apply(FrontEndLost(front_end=front_end))
+            self._lose_front_end(front_end)
         self._front_ends[front_end] = _FrontEnd(port)
         return life
 
@@ -158,6 +161,7 @@ class SchedulerActor:
             raise ConnectionError(f"front end {request.front_end} is not connected")
         if timeout_s is not None:
             request = replace(request, deadline_ns=time.monotonic_ns() + round(timeout_s * 1e9))
+        self._queued[request.request_id] = time.monotonic_ns(), request.front_end
         self._apply(Submitted(request=request))
 
     async def cancel(self, request_id: str, attempt: int) -> None:
@@ -179,7 +183,7 @@ class SchedulerActor:
 
     async def stats(self) -> SchedulerStats:
         """A snapshot of the core's counters."""
-        return self._core.stats()
+        return replace(self._core.stats(), queue_time=self._queue_time.snapshot())
 
     async def story(self, request_id: str) -> str:
         """One request's history."""
@@ -209,8 +213,12 @@ class SchedulerActor:
         for command in commands:
             match command:
                 case StartStep():
+                    self._time_queue(command.plan)
                     self._spawn(self._run_step(command.worker_id, command.plan))
-                case EmitTokens() | FinishRequest() | RejectRequest():
+                case EmitTokens():
+                    messages.setdefault(command.front_end, []).append(command)
+                case FinishRequest() | RejectRequest():
+                    self._queued.pop(command.request_id, None)
                     messages.setdefault(command.front_end, []).append(command)
                 case CloseSession():
                     self._end_session(command.worker_id, command.session, command.message)
@@ -218,6 +226,12 @@ class SchedulerActor:
                     assert_never(command)
         for front_end, message in messages.items():
             self._deliver(front_end, message)
+
+    def _time_queue(self, plan: StepPlan) -> None:
+        for arrival in plan.arrivals:
+            queued = self._queued.pop(arrival.request_id, None)
+            if queued is not None:  # else it resumes
+                self._queue_time.add((time.monotonic_ns() - queued[0]) / 1e9)
 
     async def _run_step(self, worker_id: str, plan: StepPlan) -> None:
         try:
@@ -247,7 +261,11 @@ class SchedulerActor:
         except ConnectionError as error:
             if self._front_ends.pop(front_end, None) is not None:
                 log.warning("front end %s is lost: %s", front_end, error)
-                self._apply(FrontEndLost(front_end=front_end))
+                self._lose_front_end(front_end)
+
+    def _lose_front_end(self, front_end: str) -> None:
+        self._queued = {name: queued for name, queued in self._queued.items() if queued[1] != front_end}
+        self._apply(FrontEndLost(front_end=front_end))
 
     # ---- workers: sessions and heartbeats ----
 

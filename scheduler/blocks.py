@@ -15,12 +15,13 @@ from scheduler.step import Int32Array
 
 
 @lru_cache(maxsize=1024)
-def root_digest(salt: str) -> bytes:
-    """The parent of a first block. Requests of different salts share nothing.
+def root_digest(salt: str, tenant: str = "") -> bytes:
+    """The parent of a first block. Requests of different salts or tenants share nothing.
 
     sha256, since a cache shared by tenants must not have constructible collisions.
     """
-    return sha256(b"slipstream:" + salt.encode()).digest()
+    name = tenant.encode()
+    return sha256(b"slipstream:%d:%s:%s" % (len(name), name, salt.encode())).digest()
 
 
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:

@@ -82,6 +82,7 @@ def check_row(worker: WorkerState, row: int, frames: list[Frame]) -> None:
     assert int(table.num_placeholders[row]) == reserved, f"{state.key}: PH"
     assert int(table.num_live[row]) == sum(frame.reserved > 0 for frame in frames), f"{state.key}: live frames"
     num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
+    assert int(table.kv_end[row]) >= num_computed - int(table.num_in_flight[row]), f"{state.key}: KV without an end"
     if table.prefilling[row]:
         assert num_computed <= num_tokens
         assert reserved == 0

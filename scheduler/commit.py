@@ -75,6 +75,8 @@ def commit_live(
     table.num_placeholders[rows] -= reserved
     table.num_in_flight[rows] -= plan.num_scheduled[live]
     table.num_live[rows] -= reserved > 0
+    completed = table.num_computed[rows] - table.num_in_flight[rows]
+    table.kv_end[rows] = np.maximum(table.kv_end[rows], completed + num_verified - num_accepted)
     table.num_draft_tokens[rows] += num_verified
     table.num_accepted[rows] += num_accepted
     counters.count_acceptance(num_verified, num_accepted)

@@ -437,6 +437,8 @@ class Scheduler:
         self.counters.worker_verify_ns += result.verify_ns
         self.counters.worker_draft_ns += result.draft_ns
         self.counters.worker_idle_ns += result.idle_ns
+        self.counters.step_time.add((result.verify_ns + result.draft_ns) / 1e9)
+        self.counters.idle_time.add(result.idle_ns / 1e9)
 
     def _errors(self, step: Step, result: StepResult) -> dict[int, str]:
         """Rows that failed on the worker or answered what no plan allows: index -> message."""

@@ -76,4 +76,4 @@ class Request:
     priority: int = 0  # lower runs first under the priority policy
     deadline_ns: int | None = None  # on the scheduler's clock (Tick.now_ns)
     cache_salt: str = ""  # requests of different salts never share a prefix block
-    tenant: str = ""
+    tenant: str = ""  # requests of different tenants neither

@@ -32,6 +32,7 @@ class RowTable:
         self.num_placeholders = column()  # PH: tokens reserved by live frames
         self.num_in_flight = column()  # IF: scheduled tokens of live frames
         self.num_live = column()  # live frames that sample
+        self.kv_end = column()  # KV written by settled frames, rejected drafts included
         self.prefilling = column(np.bool_)  # no sampling frame planned yet in this epoch
         self.max_drafts = column()  # K, at most
         self.num_proposed = column()  # drafts the last sampling frame may have left for the next one
@@ -79,6 +80,11 @@ class RowTable:
         """Rows taken."""
         return self.max_rows - len(self._free_rows)
 
+    def num_garbage_tokens(self) -> int:
+        """KV of rejected drafts that is still in the cache, until a later step overwrites it."""
+        rows = self.order()
+        return int((self.kv_end[rows] - self.num_computed[rows] + self.num_in_flight[rows]).sum())
+
     def order(self) -> Int32Array:
         """Running rows in (priority, arrival) order: [num_running] int32. The last is the first to go."""
         if self._order is None:
@@ -97,7 +103,7 @@ class RowTable:
         self.num_tokens[row] = state.num_tokens
         self.num_prompt[row] = state.num_prompt
         self.end[row] = state.end
-        self.num_computed[row] = num_hit_tokens
+        self.num_computed[row] = self.kv_end[row] = num_hit_tokens
         for cleared in (self.num_placeholders, self.num_in_flight, self.num_live, self.num_proposed):
             cleared[row] = 0
         for counted in (self.num_blocks, self.num_published, self.num_draft_tokens, self.num_accepted):

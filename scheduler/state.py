@@ -56,7 +56,7 @@ class RequestState:
         asked = config.max_drafts if request.max_drafts is None else request.max_drafts
         self.max_drafts = min(asked, config.max_drafts)
         self.stop_ids = request.sampling.eos_token_ids + request.sampling.stop_token_ids
-        self.root = root_digest(request.cache_salt)
+        self.root = root_digest(request.cache_salt, request.tenant)
         self.digests: list[bytes] = []
         self.worker: WorkerState | None = None
         self.row = -1  # the row of its epoch, also after it has left it

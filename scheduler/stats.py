@@ -1,5 +1,6 @@
 """Counters of the core and the snapshot that status pages and metrics are made of."""
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,41 @@ from scheduler.step import Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from scheduler.core import Scheduler
+
+
+# Upper bounds of durations in seconds: three to a decade.
+BOUNDS_S = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How often durations fell into each range: `counts[i]` are at most `bounds_s[i]`, the last beyond all."""
+
+    bounds_s: tuple[float, ...] = BOUNDS_S
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
+    sum_s: float = 0.0
+
+
+class DurationCounter:
+    """Counts durations while they happen."""
+
+    __slots__ = ("_counts", "_sum_s")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def add(self, duration_s: float, times: int = 1) -> None:
+        """One duration, so many times."""
+        self._counts[bisect_left(BOUNDS_S, duration_s)] += times
+        self._sum_s += duration_s * times
+
+    def snapshot(self) -> Durations:
+        """What was counted so far."""
+        return Durations(counts=tuple(self._counts), sum_s=self._sum_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +95,10 @@ class SchedulerStats:
     worker_verify_ns: int
     worker_draft_ns: int
     worker_idle_ns: int
+    garbage_kv_tokens: int  # KV of rejected drafts in the cache now
+    step_time: Durations  # of a worker's steps: verify and draft
+    idle_time: Durations  # between two steps of a worker
+    queue_time: Durations = Durations()  # from submission to the first plan; the shell's, who has a clock
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +127,8 @@ class Counters:
     worker_verify_ns: int = 0
     worker_draft_ns: int = 0
     worker_idle_ns: int = 0
+    step_time: DurationCounter = field(default_factory=DurationCounter)
+    idle_time: DurationCounter = field(default_factory=DurationCounter)
 
     def count_acceptance(self, num_verified: Int32Array, num_accepted: Int32Array) -> None:
         """Rows that verified at least one draft: [n] int32 each. A row without drafts counts nowhere."""
@@ -142,6 +184,9 @@ def snapshot(scheduler: "Scheduler") -> SchedulerStats:
         worker_verify_ns=counters.worker_verify_ns,
         worker_draft_ns=counters.worker_draft_ns,
         worker_idle_ns=counters.worker_idle_ns,
+        garbage_kv_tokens=sum(worker.rows.num_garbage_tokens() for worker in workers),
+        step_time=counters.step_time.snapshot(),
+        idle_time=counters.idle_time.snapshot(),
     )
 
 

@@ -190,6 +190,7 @@ async def test_requests_stream_from_two_workers_in_order(world: World) -> None:
     await world.finish(*asked)
     assert world.inbox.seqs == sorted(world.inbox.seqs)
     assert {worker.num_sessions for worker in world.workers.values()} == {1}
+    assert sum((await world.scheduler.stats()).queue_time.counts) == 8
 
 
 async def test_a_worker_that_falls_silent_is_down_and_its_requests_go_on(world: World) -> None:

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from scheduler.blocks import root_digest
 from scheduler.events import CacheReset, WorkerDown
 from scheduler.request import RejectCode
+from scheduler.stats import BOUNDS_S, DurationCounter
 from tests.builders import Stage, cancelled, submitted
 
 
@@ -127,3 +129,45 @@ def test_worker_times_and_steps_add_up() -> None:
     stats = stage.scheduler.stats()
     assert stats.num_steps == len(stage.plans)
     assert (stats.worker_verify_ns, stats.worker_draft_ns, stats.worker_idle_ns) == (0, 0, 0)
+
+
+def test_kv_of_rejected_drafts_is_garbage_until_the_next_step_writes_over_it() -> None:
+    """A drafter that had fewer drafts than planned left less of it."""
+    stage = Stage(max_drafts=3, max_steps_in_flight=1)
+    stage.handle(submitted("r0", 8, max_tokens=60))
+    stage.up()
+    seen = []
+    for tokens, verified in (([7], 0), ([1], 3), ([1, 2, 3, 4], 3), ([1, 2], 2), ([9], 0)):
+        stage.reply({"r0": tokens}, num_verified={"r0": verified})
+        seen.append(stage.scheduler.stats().garbage_kv_tokens)
+    assert seen == [0, 3, 0, 1, 0]
+    stage.reply({"r0": [1]})
+    assert stage.scheduler.stats().garbage_kv_tokens == 3
+    stage.handle(cancelled("r0"))
+    assert stage.scheduler.stats().garbage_kv_tokens == 0
+
+
+def test_durations_are_counted_by_upper_bound_and_beyond_all() -> None:
+    counter = DurationCounter()
+    for duration_s in (0.0, BOUNDS_S[0], 0.0002, 0.3, 1e6):
+        counter.add(duration_s)
+    counter.add(0.5, times=2)
+    durations = counter.snapshot()
+    assert [durations.counts[index] for index in (0, 1, BOUNDS_S.index(0.5), -1)] == [2, 1, 3, 1]
+    assert sum(durations.counts) == 7
+    assert durations.sum_s == pytest.approx(1e6 + 1.3003)
+    assert list(BOUNDS_S) == sorted(set(BOUNDS_S))
+
+
+def test_tenants_share_no_prefix_with_each_other_whatever_their_salts() -> None:
+    pairs = [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("1:a:", ""), ("", "1:a:"), (":", "a"), ("a:", "")]
+    assert len({root_digest(salt, tenant) for salt, tenant in pairs}) == len(pairs)
+    stage = Stage(max_steps_in_flight=1)
+    stage.up()
+    hits = []
+    for name, tenant in (("r0", "east"), ("r1", "west"), ("r2", "east")):
+        stage.handle(submitted(name, list(range(40)), max_tokens=1, tenant=tenant))
+        while name not in stage.finished:
+            stage.answer()
+        hits.append(stage.finished[name].num_cached_tokens)
+    assert hits == [0, 0, 32]
