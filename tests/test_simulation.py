@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests.simulate.weather import ACTIONS
+from tests.simulate.fates import FATES
 from tests.simulate.world import World
 from tests.simulation import FRAME_TABLE, KINDS, MIN_SEEDS_FOR_COVERAGE, Outcome, main, outcomes, run_seed
 
@@ -53,7 +53,7 @@ def test_every_row_of_the_frame_table_meets_every_kind_of_frame(outcome: Outcome
 @pytest.mark.skipif(NUM_SEEDS < MIN_SEEDS_FOR_COVERAGE, reason="too few seeds to meet everything")
 def test_everything_that_may_happen_happens_often(outcome: Outcome) -> None:
     others = ("stops inside accepted runs", "id used again", "drafts fewer than asked", "step failed", "pools unequal")
-    rare = {name: outcome.seeds_that_met[name] for name in (*ACTIONS, *others)}
+    rare = {name: outcome.seeds_that_met[name] for name in (*FATES, *others)}
     assert min(rare.values()) >= outcome.num_seeds / 10, rare
     assert outcome.met["drafts accepted"] > outcome.num_seeds
     assert outcome.met["drafts rejected"] > outcome.num_seeds
@@ -76,7 +76,13 @@ def test_a_world_is_a_function_of_its_seed() -> None:
     def live(seed: int) -> list[object]:
         world = World(seed)
         world.run()
-        return [world.num_handled, world.now_ns, world.coverage, world.met, [c.token_ids for c in world.clients]]
+        return [
+            world.num_handled,
+            world.clock.now_ns,
+            world.coverage,
+            world.met,
+            [c.token_ids for c in world.fronts.clients],
+        ]
 
     assert live(7) == live(7)
     assert live(7) != live(8)

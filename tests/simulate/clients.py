@@ -1,8 +1,4 @@
-"""Clients and their front ends: open streams, the gate at their mouth, and what they do when something is missing.
-
-A front end takes only tokens of the attempt that it subscribed to, drops what was delivered already, and
-submits again (attempt + 1, with all delivered tokens) when tokens are missing. Knows nothing about workers.
-"""
+"""Clients: what they ask for, what they have got, and whether that was right. Knows nothing about how it came."""
 
 import random
 from collections import deque
@@ -35,8 +31,8 @@ class Client:
     """One client and its stream."""
 
     __slots__ = (
-        "attempt", "cancelled", "front_end", "last_heard_ns", "num_rejections", "outcome", "patience_ns", "prompt",
-        "resubmissions", "stream", "token_ids", "versions",
+        "attempt", "front_end", "last_heard_ns", "num_rejections", "num_resubmissions", "outcome",
+        "patience_ns", "prompt", "stream", "token_ids", "versions",
     )  # fmt: skip
 
     def __init__(self, prompt: Prompt, front_end: str, patience_ns: int) -> None:
@@ -47,10 +43,9 @@ class Client:
         self.token_ids: list[int] = []
         self.versions: list[int] = []
         self.outcome: str | None = None  # how it ended for the client
-        self.cancelled = False
         self.last_heard_ns = 0
         self.patience_ns = patience_ns
-        self.resubmissions = 0
+        self.num_resubmissions = 0
         self.num_rejections = 0
 
     def request(self, stream: int) -> Request:
