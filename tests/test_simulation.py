@@ -14,13 +14,9 @@ from tests.simulation import FRAME_TABLE, KINDS, MIN_SEEDS_FOR_COVERAGE, Outcome
 NUM_SEEDS = int(os.environ.get("SLIPSTREAM_SIM_SEEDS", "2000"))
 NUM_JOBS = int(os.environ.get("SLIPSTREAM_SIM_JOBS", "2"))
 
-# Worlds that found something once, by what it was. They stay as long as the weather is drawn as it was then;
-# what they found is also a test of its own in tests/test_scheduler_*.py.
-REGRESSIONS = {
-    "a deadline of an earlier life of an id ended a later one": (12, 41, 44),
-    "the head of the queue was overtaken while its worker was silent": (454,),
-    "a preempted request's delivered frame failed": (168, 263, 280),
-}
+# Worlds that found something once, by what it was. A change of the weather gives their numbers to other worlds; what
+# they found is then still a named test of tests/test_scheduler_*.py.
+REGRESSIONS = {"a deadline of an earlier life of an id ended a later one": (10, 23, 36)}
 
 
 @pytest.fixture(scope="module")

@@ -41,15 +41,18 @@ def _without_step_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_step_order_on_the_worker(patch: pytest.MonkeyPatch) -> None:
-    """Plans are carried out as they come."""
+    """Plans are carried out as they come; each still once."""
+    offer = SessionQueue.offer
+    carried_out: set[tuple[int, int]] = set()  # session, step_seq
 
-    def offer(self: SessionQueue, plan: StepPlan) -> list[StepResult]:
-        if plan.step_seq not in self._unacknowledged and plan.session == self._session:
-            self._unacknowledged[plan.step_seq] = self._executor.execute(plan)
-        kept = self._unacknowledged.get(plan.step_seq)
-        return [] if kept is None else [kept]
+    def offer_at_once(self: SessionQueue, plan: StepPlan) -> list[StepResult]:
+        step = plan.session, plan.step_seq
+        self._next_step_seq = plan.step_seq + (step in carried_out)
+        if plan.session == self._session:
+            carried_out.add(step)
+        return offer(self, plan)
 
-    patch.setattr(SessionQueue, "offer", offer)
+    patch.setattr(SessionQueue, "offer", offer_at_once)
 
 
 def _discarding_one_by_one(patch: pytest.MonkeyPatch) -> None:
