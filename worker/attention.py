@@ -21,8 +21,9 @@ SHORT_TOKENS = 16  # rows of at most so many new tokens are attended together
 LONG_TOKENS = 128  # a longer chunk is cut so, that its early tokens skip the late tiles
 LONG_SCORES = 1 << 23  # floats of one segment's mask; bounds a segment's memory in long contexts
 ROW_UNITS = (1, 4, 8, 16, 32)
+LARGE = 4096.0  # of a probe's values that cancel
 UNPACKED_ROWS = 32  # well below the 64 from which the operator may pack keys
-PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 24, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 160, 192, 200,
+PROBE_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 24, 28, 31, 32, 33, 40, 48, 63, 64, 65, 96, 128, 160, 192, 200,
               256, 288, 384, 512, 768, 800, 1024)  # fmt: skip
 
 
@@ -368,23 +369,48 @@ def _probe_rows(num_kv_heads: int, head_dim: int, dtype: torch.dtype, max_rows: 
 
     Above 63 rows the operator may pack the keys, and for some head sizes that rounds differently.
     """
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn((3, num_kv_heads, max_rows, head_dim), generator=generator).to(dtype)
-    keys = torch.randn((3, KEY_TILE, num_kv_heads, head_dim), generator=generator).to(dtype).transpose(1, 2)
-    hidden = torch.rand((3, 1, max_rows, KEY_TILE), generator=generator) < 0.3
-    mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)
-
-    def attend(tiles: int, rows: int) -> torch.Tensor:
-        part, _ = _attend_tiles(
-            query[:tiles, :, :rows].contiguous(), keys[:tiles], keys[:tiles], mask[:tiles, :, :rows].contiguous(), 0.1
-        )
-        return part
-
+    probe = _Probe(num_kv_heads, head_dim, dtype, max_rows)
     for limit in dict.fromkeys((max_rows, min(max_rows, UNPACKED_ROWS))):
         for unit in ROW_UNITS:
             largest = limit // unit * unit
-            whole = attend(3, largest)
             counts = {-(-rows // unit) * unit for rows in PROBE_ROWS if rows <= largest}
-            if all(torch.equal(attend(t, rows), whole[:t, :, :rows]) for rows in sorted(counts) for t in (1, 3)):
+            if probe.keeps_rows(sorted(counts), largest):
                 return RowRule(unit=unit, max_rows=largest, exact=True)
     return RowRule(unit=ROW_UNITS[-1], max_rows=max_rows, exact=False)
+
+
+class _Probe:
+    """Products whose low bits show in which order they were summed.
+
+    Half of the values are large and come in pairs that cancel, under equal weights: what is left is small
+    and holds the rounding errors of large sums, which bfloat16's own rounding would hide otherwise.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, max_rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._query = torch.randn((3, num_kv_heads, max_rows, head_dim), generator=generator).to(dtype)
+        keys, values = torch.randn((2, 3, KEY_TILE, num_kv_heads, head_dim), generator=generator)
+        hidden = torch.rand((3, 1, max_rows, KEY_TILE), generator=generator) < 0.3
+        large, partners = torch.randperm(KEY_TILE, generator=generator)[: KEY_TILE // 2].chunk(2)
+        values[:, large] *= LARGE
+        values[:, partners] = -values[:, large]
+        keys[:, partners] = keys[:, large]
+        hidden[..., partners] = hidden[..., large]
+        self._keys, self._values = keys.to(dtype).transpose(1, 2), values.to(dtype).transpose(1, 2)
+        self._mask = torch.zeros(hidden.shape).masked_fill_(hidden, MASKED)
+
+    def keeps_rows(self, counts: Sequence[int], most: int) -> bool:
+        """Whether every row has the bits it has among `most`, for all of these row counts."""
+        whole = self._attend(3, 0, most)
+        for rows in counts:
+            for tiles, start in ((1, 0), (3, 0), (1, min(most - rows, 5))):
+                part = self._attend(tiles, start, rows)
+                if any(
+                    not torch.equal(a, b[:tiles, :, start : start + rows]) for a, b in zip(part, whole, strict=True)
+                ):
+                    return False
+        return True
+
+    def _attend(self, tiles: int, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        query, mask = (x[:tiles, :, start : start + rows].contiguous() for x in (self._query, self._mask))
+        return _attend_tiles(query, self._keys[:tiles], self._values[:tiles], mask, 0.1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 ROW_UNIT = 4  # fewer rows take another code path: a GEMV, or a kernel for odd row counts
 PROBE_FLOPS = 4e9  # of the largest product tried by a probe: tens of milliseconds
 MAX_TILE = 512
+LARGE = 4096.0  # of a probe's terms that cancel
 
 # (out, in, dtype, threads, has a bias) -> packing and tile; a model has a handful of shapes, however many layers
 _PROBED: "dict[tuple[int | torch.dtype | bool, ...], tuple[int | None, RowTile]]" = {}
@@ -97,10 +98,11 @@ class Linear:
 
     def _probe(self, weight: torch.Tensor) -> tuple[int | None, RowTile]:
         """The packing with the largest exact tile: that for any row count or, if it is exact for few only, for one."""
+        x, weight = _revealing(weight, self._max_rows())
         best: tuple[int | None, RowTile] | None = None
         for hint in (None, 1):
             self._weight = self._packed(weight, hint)
-            tile = self._probe_tile(weight.dtype)
+            tile = self._probe_tile(x)
             if best is None or tile.rows > best[1].rows:
                 best = hint, tile
             if tile.rows >= self._max_rows() or not self._is_packed:
@@ -112,22 +114,37 @@ class Linear:
         affordable = PROBE_FLOPS / (2 * self.in_features * self.out_features)
         return max(rows for rows in row_counts(MAX_TILE) if rows <= max(affordable, 32))
 
-    def _probe_tile(self, dtype: torch.dtype) -> RowTile:
-        """The largest row count up to which all counts of the ladder give each row the same bits."""
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(self._max_rows(), self.in_features, generator=generator).to(dtype)
+    def _probe_tile(self, x: torch.Tensor) -> RowTile:
+        """The largest row count up to which all counts of the ladder give each row of x the same bits."""
         known = self._product(x[:ROW_UNIT])
         if not torch.equal(self._product(x[:ROW_UNIT].flip(0)), known.flip(0)):
             return RowTile(rows=ROW_UNIT, exact=False)
-        for rows in row_counts(self._max_rows())[1:]:
+        for rows in row_counts(len(x))[1:]:
             out = self._product(x[:rows])
-            num_known = known.shape[0]
+            num_known = len(known)
             if not torch.equal(out[:num_known], known):
                 return RowTile(rows=num_known, exact=True)
             if rows.bit_count() == 1 and not torch.equal(self._product(x[:rows].flip(0)), out.flip(0)):
                 return RowTile(rows=num_known, exact=True)  # a row's place in the tile matters
             known = out
-        return RowTile(rows=known.shape[0], exact=True)
+        return RowTile(rows=len(known), exact=True)
+
+
+def _revealing(weight: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [num_rows, in_features] and a weight like this one whose products show in which order they were summed.
+
+    Two thirds of the terms are large and cancel in pairs: what is left is small and holds the rounding errors
+    of large sums, which bfloat16's own rounding would hide otherwise.
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_features = weight.shape[1]
+    x = torch.randn(num_rows, num_features, generator=generator)
+    large, partners = torch.randperm(num_features, generator=generator)[: num_features // 3 * 2].chunk(2)
+    x[:, large] *= LARGE
+    x[:, partners] = x[:, large]
+    weight = weight.clone()
+    weight[:, partners] = -weight[:, large]
+    return x.to(weight.dtype), weight
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
