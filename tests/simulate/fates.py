@@ -16,7 +16,7 @@ def burst(world: "World") -> bool:
     room = world.weather.max_open - len(fronts.open)
     if room <= 0:
         return False
-    for _ in range(min(room, world.rng.choice((1, 1, 2, 4, 8)))):
+    for _ in range(min(room, world.weather.max_burst // world.rng.choice((8, 8, 4, 2, 1)))):
         fronts.begin(fronts.authors.write(world.clock.now_ns), fronts.any())
     return True
 

@@ -61,6 +61,7 @@ class Weather:
     actions: dict[str, int]  # name -> weight
     replays: float  # per plan: a result of an older session with the same step_seq comes after it
     max_open: int  # requests open at once
+    max_burst: int  # submissions at once
     prompt_tokens: int  # at most
     output_tokens: int  # at most
     shared_prefixes: int
@@ -121,7 +122,8 @@ def draw_weather(rng: random.Random, *, num_workers: int | None = None, horizon:
         action_ns=rng.choice((8, 14, 25)) * MS // max(1, workers // 8),
         actions=_draw_actions(rng),
         replays=rng.choice((0.0, 0.3, 0.8)),
-        max_open=rng.choice((4, 8, 12, 16)) * (1 if workers <= 8 else 6),
+        max_open=rng.choice((4, 8, 12, 16)) * max(1, workers // 8),
+        max_burst=8 * max(1, workers // 8),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         shared_prefixes=rng.choice((0, 1, 2, 4)),
