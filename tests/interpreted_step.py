@@ -64,6 +64,19 @@ def test_graphs_without_a_cuda_device_are_refused() -> None:
         DeviceStep(NoModel(), state, max_drafts=1, use_graphs=True)
 
 
+def test_a_step_whose_graph_cannot_be_captured_runs_without(caplog: pytest.LogCaptureFixture) -> None:
+    state = DeviceRows.empty(max_num_seqs=1, max_model_len=32, block_size=16, device="cpu")
+    state.num_tokens[0], state.num_computed[0], state.end[0] = 10, 9, 12
+    step = DeviceStep(NoModel(), state, max_drafts=0)
+    step.use_graphs = True  # on a machine without CUDA every capture fails
+    one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
+    plan = HostPlan(rows=none, num_scheduled=one, num_drafts=none, reserved=one, max_seq_len=11)
+    assert step.execute(plan).token_ids.tolist() == [[11]]
+    assert step.execute(plan).token_ids.tolist() == [[12]]
+    assert step.num_graphs == 0
+    assert caplog.text.count("running without") == 1
+
+
 def test_a_plan_brings_only_upper_bounds_and_the_row_takes_what_is_true() -> None:
     state = DeviceRows.empty(max_num_seqs=2, max_model_len=64, block_size=16, device="cpu")
     state.num_tokens[1], state.num_computed[1], state.end[1] = 10, 9, 12

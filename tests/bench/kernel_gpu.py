@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from worker.kernels.tuning import SPLIT_SIZE, AttentionTiles, attention_tiles
 from worker.model import ModelConfig, random_model
 
 BUDGET_S = 450.0  # sections that have not begun by then are skipped
+SWEPT_TILES = ((32, 4, 2), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2))
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -360,7 +362,7 @@ def time_steps(sizes: Sizes, report: Report) -> None:
                 reserved=reserved,
                 max_seq_len=capacity,
             )
-            seconds = _wall_time(sizes, lambda step=step, plan=plan: step.execute(plan))
+            seconds = _wall_time(sizes, partial(step.execute, plan))
             graphs = "with graphs" if use_graphs else "without graphs"
             note = f"{config.num_layers} layers, hidden {config.hidden_size}, context {sizes.step_context}"
             report.add(f"step of {num_reqs} decodes {graphs}", seconds * 1e6, "us", f"{note}, {step.num_graphs} graphs")
@@ -380,7 +382,7 @@ def time_samples(sizes: Sizes, report: Report) -> None:
         columns.temperature.fill_(temperature)
         columns.top_k.fill_(top_k)
         columns.top_p.fill_(top_p)
-        seconds = _device_time(sizes, lambda columns=columns: sample(logits, rows, positions, columns, sampled))
+        seconds = _device_time(sizes, partial(sample, logits, rows, positions, columns, sampled))
         report.add(f"sample {num_rows} rows of {logits.shape[1]}, {name}", seconds * 1e6, "us")
 
 
@@ -395,16 +397,7 @@ def time_tiles(sizes: Sizes, report: Report) -> None:
         report.add(f"decode, split {split}", seconds * 1e6, "us", "chosen" if split == SPLIT_SIZE else "")
     shape = _shape(sizes)
     chosen = _tiles(shape, 1)
-    for tile, num_warps, num_stages in (
-        (32, 4, 2),
-        (32, 4, 4),
-        (64, 2, 3),
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 4),
-        (128, 4, 2),
-        (128, 8, 2),
-    ):
+    for tile, num_warps, num_stages in SWEPT_TILES:
         tiles = AttentionTiles(block_m=chosen.block_m, tile=tile, num_warps=num_warps, num_stages=num_stages)
         seconds = _attention_time(sizes, batch, shape, tiles=tiles)
         name = f"decode, tile {tile} warps {num_warps} stages {num_stages}"
@@ -509,8 +502,8 @@ def _poisoned(
 ) -> tuple[torch.Tensor, AttentionLaunch]:
     """A NaN output and a launch whose workspace is NaN, with the tiles of a short verify."""
     launch = _launch(batch, shape, tiles=_tiles(shape, 4), workspace=workspace)
-    for partial in (launch.partial_out, launch.partial_max, launch.partial_sum):
-        partial.fill_(math.nan)
+    for workspace_part in (launch.partial_out, launch.partial_max, launch.partial_sum):
+        workspace_part.fill_(math.nan)
     return torch.full_like(batch.query, math.nan).contiguous(), launch
 
 
