@@ -63,7 +63,12 @@ def test_more_rows_than_the_tile_run_as_several(monkeypatch: pytest.MonkeyPatch)
     counts: list[int] = []
     product = linear._product
     monkeypatch.setattr(linear, "tile", RowTile(rows=16, exact=True))
-    monkeypatch.setattr(linear, "_product", lambda x: counts.append(len(x)) or product(x))
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        counts.append(len(x))
+        return product(x)
+
+    monkeypatch.setattr(linear, "_product", counted)
     assert torch.equal(linear(x), whole)
     assert counts == [16, 16, 16]
 

@@ -4,10 +4,11 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
@@ -19,7 +20,7 @@ from worker.model import Model, ModelConfig, load_model, random_model
 from worker.rope import RopeConfig
 
 DTYPES = (torch.bfloat16, torch.float32)
-SIZES: dict[str, object] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -29,12 +30,17 @@ SIZES: dict[str, object] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64, "rope_theta": 500000.0}  # fmt: skip
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + 0.2 * i for i in range(16)], "factor": 4.0,
+LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0 + 0.2 * i for i in range(16)], "factor": 4.0,
             "long_factor": [2.0 + i for i in range(16)], "original_max_position_embeddings": 256,
             "rope_theta": 10000.0}  # fmt: skip
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -75,10 +81,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def saved(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+def saved(config: PreTrainedConfig, directory: Path) -> Any:
     """A random model of transformers, saved where `load_model` can find it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+SCALED_BY_LENGTH = ("yarn", "llama3", "longrope")
 REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -60,7 +61,7 @@ def parse_rope(config: Mapping[str, object]) -> RopeConfig:
     # A length beside rope_parameters wins over one inside, as in transformers.
     original = _number(config, "original_max_position_embeddings", None)
     if original is None:
-        original = _number(scaling, "original_max_position_embeddings", longest)
+        original = _number(scaling, "original_max_position_embeddings", longest if kind in SCALED_BY_LENGTH else None)
     factor = _number(scaling, "factor", None)
     if factor is None:
         factor = longest / original if kind in ("yarn", "longrope") and longest and original else 1.0
