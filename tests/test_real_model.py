@@ -199,7 +199,7 @@ def stage_of(dtype: str) -> Stage:
         max_tokens = (4, 9, 16)[index % 3]
         stream = undisturbed(alone, prompt, sampling, max_tokens)
         asks.append(Ask(prompt_token_ids=prompt, sampling=sampling, max_tokens=max_tokens, stream=stream))
-    return Stage(model_of(dtype), asks)
+    return Stage.of(model_of(dtype), asks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ steps, cancels, lost workers, lost and reordered messages: none of it may show i
 """
 
 import copy
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -92,17 +93,23 @@ def world_of(seed: int, dtype: str, drafter: str) -> World:
 class Stage:
     """A model and the requests that worlds draw from, each with its undisturbed stream."""
 
-    def __init__(self, model: Model, asks: Sequence[Ask]) -> None:
-        self.vocab_size = model.config.vocab_size
+    def __init__(self, vocab_size: int, asks: Sequence[Ask], pooled: Callable[[int, int], Model]) -> None:
+        """pooled: the model over a new pool, from (block_size, num_blocks)."""
+        self.vocab_size = vocab_size
         self.asks = asks
-        self._model = model
+        self._pool = pooled
         self._pooled: dict[tuple[int, int, int], Model] = {}
+
+    @classmethod
+    def of(cls, model: Model, asks: Sequence[Ask]) -> "Stage":
+        """Of one set of weights under many pools."""
+        return cls(model.config.vocab_size, asks, functools.partial(with_pool, model))
 
     def model_of(self, block_size: int, num_blocks: int, worker: int) -> Model:
         """The model over a pool of its own. Pools keep what earlier worlds wrote, as a worker's do."""
         key = (block_size, num_blocks, worker)
         if key not in self._pooled:
-            self._pooled[key] = with_pool(self._model, block_size, num_blocks)
+            self._pooled[key] = self._pool(block_size, num_blocks)
         return self._pooled[key]
 
 
