@@ -38,7 +38,7 @@ class AdminServicer(slipstream_pb2_grpc.AdminServicer):
         try:
             if not message.request_id:
                 raise ValueError("request_id is empty")
-            await self._serving.front_end.preempt(message.request_id)
+            await self._serving.preempt(message.request_id)
         except (ConnectionError, ValueError) as error:
             await refuse(context, error)
         return pb.PreemptResponse()

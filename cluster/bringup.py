@@ -22,6 +22,7 @@ from cluster.config import ServeConfig
 from cluster.errors import BringUpError, ConfigError
 from cluster.front_actor import FrontEndActor, FrontEndSpec
 from cluster.link import RayWorkerPort, one_line
+from cluster.listening import metrics_config, server_config
 from cluster.local_ray import LocalRay
 from cluster.sizing import num_cpus, size
 from scheduler.actor import Liveness, SchedulerActor
@@ -48,8 +49,12 @@ class Deployment:
         """Returns once requests are answered. Raises ConfigError before anything is started, else BringUpError."""
         self.config = config
         self.sizes = size(config, directory)
+        server_config(config).check()
         check_port_is_free(config.host, config.port)
+        if config.metrics_port:
+            check_port_is_free(config.metrics_host, config.metrics_port, flag="--metrics-")
         self.endpoints: list[str] = []  # HOST:PORT of each front end
+        self.metrics_endpoints: list[str] = []  # of each front end's metrics, if they are on
         self.warnings: list[str] = []  # what does not keep the promise on this machine
         self._actors: list[ActorHandle[Any]] = []
         self._front_ends: list[ActorHandle[Any]] = []
@@ -110,7 +115,9 @@ class Deployment:
         with phase("Starting the scheduler and the gRPC front end"):
             scheduler = self._start_scheduler(workers, traits)
             ports: list[int] = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])
+            metrics: list[str | None] = ray.get([front_end.metrics_address.remote() for front_end in front_ends])
         self.endpoints = [f"{self.config.host}:{port}" for port in ports]
+        self.metrics_endpoints = [address for address in metrics if address is not None]
 
     def _place(self) -> PlacementGroup:
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self.sizes.device == "cuda" else {})
@@ -146,17 +153,15 @@ class Deployment:
         config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
         ports = {worker_id: RayWorkerPort(worker) for worker_id, worker in workers.items()}
         liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
-        scheduler = self._create(
-            SchedulerActor, config, ports, liveness, name="scheduler", num_cpus=0, max_restarts=-1
-        )
+        scheduler = self._create(SchedulerActor, config, ports, liveness, name="scheduler", num_cpus=0, max_restarts=-1)
         ray.get(scheduler.start.remote())
         return scheduler
 
     def _start_front_end(self, index: int) -> "ActorHandle[FrontEndActor]":
         spec = FrontEndSpec(
             name=f"front-{index}",
-            host=self.config.host,
-            port=self.config.port + index if self.config.port else 0,
+            server=server_config(self.config, index),
+            metrics=metrics_config(self.config, index),
             directory=str(self.sizes.directory),
             model_name=self.sizes.model_name,
             max_model_len=self.sizes.max_model_len,
@@ -179,16 +184,18 @@ class Deployment:
         return actor
 
 
-def check_port_is_free(host: str, port: int) -> None:
+def check_port_is_free(host: str, port: int, flag: str = "--") -> None:
     """ConfigError if nobody can listen there now."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from error
+        raise ConfigError(f"{flag}host {host}: {error.strerror}") from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server linger
         try:
             probe.bind(address)
             probe.listen()
         except OSError as error:
-            raise ConfigError(f"--port {port} on --host {host} cannot be listened on: {error.strerror}") from error
+            raise ConfigError(
+                f"{flag}port {port} on {flag}host {host} cannot be listened on: {error.strerror}"
+            ) from error

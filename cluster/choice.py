@@ -70,6 +70,7 @@ class Choice:
         self.index = index
         self.finish: Finish | None = None
         self.num_resubmissions = 0
+        self.last_token_s: float | None = None  # on the loop's clock; None before the first
         self._text = text
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []

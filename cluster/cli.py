@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -18,6 +18,9 @@ from cluster.processes import adopt_orphans
 from cluster.progress import Display
 from cluster.ray_environment import prepare
 from cluster.stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from cluster.client import Client
 
 WAIT_S = 0.5
 
@@ -34,6 +37,10 @@ DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 Model = Annotated[str, typer.Option(help="smollm2, a Hugging Face directory, or a hub name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on the last line.")]
+Ca = Annotated[str | None, typer.Option(help="PEM certificates to trust; connects by TLS.")]
+Cert = Annotated[str | None, typer.Option(help="This client's PEM certificate.")]
+Key = Annotated[str | None, typer.Option(help="Its PEM key.")]
+TokenPath = Annotated[str | None, typer.Option("--token-file", help="Its first word is sent as the bearer token.")]
 Port = Annotated[int | None, typer.Option(help="Of the deployment that is meant; default: the newest.")]
 
 
@@ -43,6 +50,16 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="What clients call it.")] = None,
     host: Annotated[str, typer.Option(help="Where gRPC listens.")] = DEFAULTS.host,
     port: Annotated[int, typer.Option(help="0: any free one.")] = DEFAULTS.port,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM chain; read again when it changes.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its PEM key, not encrypted.")] = None,
+    tls_client_ca: Annotated[str | None, typer.Option(help="Demand clients' certificates of this authority.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")] = False,
+    auth_token_file: Annotated[str | None, typer.Option(help="Lines of `TOKEN [TENANT] [limit=N]`.")] = None,
+    admin_token_file: Annotated[str | None, typer.Option(help="Tokens for operators' calls alone.")] = None,
+    metrics_host: Annotated[str, typer.Option(help="Where Prometheus scrapes.")] = DEFAULTS.metrics_host,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="0: off; default: 9464, or any free one if that is taken.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = DEFAULTS.dtype,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = DEFAULTS.device,
     attention: Annotated[str, typer.Option(help="auto, cpu or triton.")] = DEFAULTS.attention,
@@ -89,6 +106,8 @@ def _serve(config: ServeConfig) -> None:
     record: Path | None = None
     try:
         record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray)
+        for endpoint in deployment.metrics_endpoints:
+            _print(f"metrics http://{endpoint}/metrics")
         for endpoint in deployment.endpoints:
             _print(f"ready {endpoint}")
         while (ended := deployment.wait(WAIT_S)) is None:
@@ -109,12 +128,14 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="In (0, 1].")] = None,
     seed: Annotated[int | None, typer.Option(help="Drawn when not given.")] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT; default: what runs on this machine.")] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
 ) -> None:
     """Stream one answer from the running server."""
-    from cluster.client import Client
-
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    with Client(address or _running().endpoints[0]) as client:
+    with _client(address or _running().endpoints[0], ca, cert, key, token_file) as client:
         turns = [{"role": "user", "content": prompt}]
         stream = client.generate(prompt, **options) if raw else client.chat(turns, **options)
         for output in _answered(lambda: iter(stream)):
@@ -124,13 +145,19 @@ def generate(
 
 
 @app.command()
-def status(as_json: AsJson = False, port: Port = None) -> None:
+def status(
+    as_json: AsJson = False,
+    port: Port = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
+) -> None:
     """Workers, requests, blocks and acceptance of the running server."""
-    from cluster.client import Client
     from cluster.status_page import status_of, status_table
 
     deployment = _running(port)
-    with Client(deployment.endpoints[0]) as client:
+    with _client(deployment.endpoints[0], ca, cert, key, token_file) as client:
         [stats] = _answered(lambda: [client.stats()])
     page = status_of(deployment, stats)
     if as_json:
@@ -172,6 +199,21 @@ def demo(
     config = ServeConfig(model=model, data_parallel_size=workers, port=0)
     with StopSignals():
         run_demo(config, max_tokens=max_tokens, as_json=as_json)
+
+
+def _client(address: str, ca: str | None, cert: str | None, key: str | None, token_file: str | None) -> "Client":
+    """Tokens come from files: what is on a command line is seen by everyone on the machine."""
+    from cluster.client import Client
+
+    try:
+        token = None if token_file is None else Path(token_file).read_text().split()[0]
+        return Client(address, ca=ca, cert=cert, key=key, token=token)
+    except OSError as error:
+        raise ConfigError(f"--token-file {token_file} cannot be read: {error.strerror}") from error
+    except IndexError as error:
+        raise ConfigError(f"--token-file {token_file} is empty") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _running(port: int | None = None) -> running.Running:

@@ -12,8 +12,9 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,6 +23,7 @@ from cluster import codec
 from cluster.choice import Finish, Output
 from cluster.codec import Received, Start
 from cluster.text import ChatMessage
+from cluster.tls import channel_credentials
 from cluster.validate import ClientRequest, ClientSampling
 from protos import slipstream_pb2 as pb
 from protos import slipstream_pb2_grpc
@@ -69,7 +71,9 @@ class Generation:
 
     def __iter__(self) -> Generator[Output, None, None]:
         while not self._ended:
-            call = self._client.stub().Generate(self._attempt(), timeout=self._timeout_s())
+            call = self._client.stub().Generate(
+                self._attempt(), timeout=self._timeout_s(), metadata=self._client.metadata()
+            )
             try:
                 for message in call:
                     yield from self._taken(codec.decode_received(message))
@@ -81,7 +85,9 @@ class Generation:
 
     async def __aiter__(self) -> AsyncGenerator[Output, None]:
         while not self._ended:
-            call = self._client.async_stub().Generate(self._attempt(), timeout=self._timeout_s())
+            call = self._client.async_stub().Generate(
+                self._attempt(), timeout=self._timeout_s(), metadata=self._client.metadata()
+            )
             try:
                 async for message in call:
                     for output in self._taken(codec.decode_received(message)):
@@ -173,8 +179,25 @@ class Generation:
 class Client:
     """A connection to one server, for threads and for asyncio. Methods with an `a` before their name are awaited."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: bool = False,
+        ca: str | Path | None = None,
+        cert: str | Path | None = None,
+        key: str | Path | None = None,
+        token: str | None = None,
+    ) -> None:
+        """TLS with `tls` or any of the PEM files: whom to trust, this client's certificate and its key.
+
+        `token` goes with every call; a new one may be assigned at any time. Raises ValueError for files that
+        cannot be read.
+        """
         self.address = address
+        self.token = token
+        secure = tls or any((ca, cert, key))
+        self._credentials: Any = _credentials(ca, cert, key) if secure else None
         self._lock = threading.Lock()
         self._channel: Any = None
         self._stub: Any = None
@@ -268,37 +291,45 @@ class Client:
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request; False when the server did not know it."""
-        return bool(self.stub().Cancel(pb.CancelRequest(request_id=request_id)).found)
+        return bool(self.stub().Cancel(pb.CancelRequest(request_id=request_id), metadata=self.metadata()).found)
 
     async def acancel(self, request_id: str) -> bool:
         """`cancel`, asynchronously."""
-        return bool((await self.async_stub().Cancel(pb.CancelRequest(request_id=request_id))).found)
+        return bool(
+            (await self.async_stub().Cancel(pb.CancelRequest(request_id=request_id), metadata=self.metadata())).found
+        )
 
     def stats(self) -> dict[str, Any]:
         """`{"scheduler": {...}, "front_end": {...}}`."""
-        return codec.decode_stats(self.admin().Stats(pb.StatsRequest()))
+        return codec.decode_stats(self.admin().Stats(pb.StatsRequest(), metadata=self.metadata()))
 
     async def astats(self) -> dict[str, Any]:
         """`stats`, asynchronously."""
-        return codec.decode_stats(await self.async_admin().Stats(pb.StatsRequest()))
+        return codec.decode_stats(await self.async_admin().Stats(pb.StatsRequest(), metadata=self.metadata()))
 
     def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """Empties the prefix cache, with `reset_running` the KV of running requests too."""
-        self.admin().ResetPrefixCache(pb.ResetPrefixCacheRequest(reset_running=reset_running))
+        self.admin().ResetPrefixCache(pb.ResetPrefixCacheRequest(reset_running=reset_running), metadata=self.metadata())
 
     async def areset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """`reset_prefix_cache`, asynchronously."""
-        await self.async_admin().ResetPrefixCache(pb.ResetPrefixCacheRequest(reset_running=reset_running))
+        await self.async_admin().ResetPrefixCache(
+            pb.ResetPrefixCacheRequest(reset_running=reset_running), metadata=self.metadata()
+        )
 
     def preempt(self, request_id: str) -> None:
         """Takes a running request off its worker; its stream goes on."""
-        self.admin().Preempt(pb.PreemptRequest(request_id=request_id))
+        self.admin().Preempt(pb.PreemptRequest(request_id=request_id), metadata=self.metadata())
 
     async def apreempt(self, request_id: str) -> None:
         """`preempt`, asynchronously."""
-        await self.async_admin().Preempt(pb.PreemptRequest(request_id=request_id))
+        await self.async_admin().Preempt(pb.PreemptRequest(request_id=request_id), metadata=self.metadata())
 
     # ---- connections, made when first needed ----
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every call; pass it when calling a stub directly."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def stub(self) -> Any:
         """The Inference service, for threads."""
@@ -349,7 +380,7 @@ class Client:
     def _connect(self) -> None:
         with self._lock:
             if self._channel is None:
-                self._channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+                self._channel = self._open(grpc.insecure_channel, grpc.secure_channel)
                 self._stub = slipstream_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
                 self._admin = slipstream_pb2_grpc.AdminStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -357,9 +388,19 @@ class Client:
         loop = asyncio.get_running_loop()
         if self._async_channel is None or self._async_loop is not loop:
             self._async_loop = loop
-            self._async_channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._async_channel = self._open(grpc.aio.insecure_channel, grpc.aio.secure_channel)
             self._async_stub = slipstream_pb2_grpc.InferenceStub(self._async_channel)  # type: ignore[no-untyped-call]
             self._async_admin = slipstream_pb2_grpc.AdminStub(self._async_channel)  # type: ignore[no-untyped-call]
+
+    def _open(self, insecure: Callable[..., Any], secure: Callable[..., Any]) -> Any:
+        if self._credentials is None:
+            return insecure(self.address, options=CHANNEL_OPTIONS)
+        return secure(self.address, self._credentials, options=CHANNEL_OPTIONS)
+
+
+def _credentials(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> Any:
+    found = [None if path is None else Path(path) for path in (ca, cert, key)]
+    return channel_credentials(ca=found[0], cert=found[1], key=found[2])
 
 
 def _append(answer: Answer, output: Output) -> None:

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 
 from cluster.errors import ConfigError
+from cluster.loopback import is_loopback
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -16,6 +17,7 @@ POLICIES = ("fcfs", "priority")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_STEPS_IN_FLIGHT = 4
 MAX_DRAFTS = 64
+DEFAULT_METRICS_PORT = 9464
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,14 @@ class ServeConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one
+    tls_cert: str | None = None  # PEM files; read again when they change
+    tls_key: str | None = None
+    tls_client_ca: str | None = None  # with it, clients need a certificate of this authority
+    insecure: bool = False  # may listen beyond loopback without TLS
+    auth_token_file: str | None = None  # lines of `TOKEN [TENANT] [limit=N]`; read again when it changes
+    admin_token_file: str | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None  # Prometheus'; 0: off; None: DEFAULT_METRICS_PORT, or any free one if it is taken
     device: str = "auto"
     attention: str = "auto"
     max_steps_in_flight: int = 2  # per worker
@@ -104,6 +114,23 @@ class ServeConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         self.speculative.check()
+        self._check_security()
+
+    def _check_security(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key are needed together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
+        if self.insecure:
+            return
+        if self.tls_cert is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} listens beyond loopback without TLS: give --tls-cert and --tls-key, or --insecure"
+            )
+        if self.metrics_port != 0 and not is_loopback(self.metrics_host):
+            raise ConfigError(
+                f"--metrics-host {self.metrics_host} listens beyond loopback, and metrics have no TLS: give --insecure"
+            )
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -121,6 +148,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "data_parallel_size": (1, 1024),
     "seed": (0, (1 << 64) - 1),
     "port": (0, 65535),
+    "metrics_port": (0, 65535),
     "max_steps_in_flight": (1, MAX_STEPS_IN_FLIGHT),
     "threads": (1, 1024),
     "max_waiting": (1, None),

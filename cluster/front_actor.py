@@ -11,6 +11,8 @@ from ray.actor import ActorHandle
 
 from cluster.frontend import FrontEnd
 from cluster.link import RaySchedulerLink
+from cluster.metrics import Metrics
+from cluster.metrics_server import MetricsConfig, MetricsServer
 from cluster.served_model import ServedModel
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
@@ -26,8 +28,8 @@ class FrontEndSpec:
     """Everything a front end builds itself from: plain values, so that they travel."""
 
     name: str
-    host: str
-    port: int  # 0: any free one
+    server: ServerConfig
+    metrics: MetricsConfig | None  # None: off
     directory: str  # of the model
     model_name: str
     max_model_len: int
@@ -44,6 +46,7 @@ class FrontEndActor:
         self._spec = spec
         self._front_end: FrontEnd | None = None
         self._server: Server | None = None
+        self._metrics: MetricsServer | None = None
         self._following: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
@@ -59,8 +62,11 @@ class FrontEndActor:
         me = ray.get_runtime_context().current_actor
         life = await link.connect(self._front_end, me)
         serving = Serving(front_end=self._front_end, model=self._model(), tokenizer=self._tokenizer)
-        self._server = Server(serving, ServerConfig(host=self._spec.host, port=self._spec.port))
+        self._server = Server(serving, self._spec.server)
         port = await self._server.start()
+        if self._spec.metrics is not None:
+            self._metrics = MetricsServer(Metrics(self._front_end, self._server.guard), self._spec.metrics)
+            await self._metrics.start()
         self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, life))
         return port
 
@@ -75,10 +81,16 @@ class FrontEndActor:
         await asyncio.wait({self._following})
         return "the scheduler is lost"
 
+    async def metrics_address(self) -> str | None:
+        """HOST:PORT of the metrics, once started; None when they are off."""
+        return None if self._metrics is None else self._metrics.address
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new requests, let streams end within the grace, close the port."""
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._metrics is not None:
+            await self._metrics.stop()
         if self._following is not None:
             self._following.cancel()
 

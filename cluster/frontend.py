@@ -16,6 +16,7 @@ from cluster.call import Call, StreamError, TextRequest, choice_seed
 from cluster.choice import Choice, Output, Taken
 from cluster.deliveries import InOrder
 from cluster.in_turn import InTurn
+from cluster.latency import Latency
 from cluster.text import Detokenizer, OutputText, Tokenizer
 from scheduler.events import EmitTokens, FinishRequest, RejectRequest
 from scheduler.request import FinishReason, Request
@@ -91,6 +92,7 @@ class FrontEnd:
         self._num_started = 0
         self._num_resubmissions = 0
         self._num_stale_tokens = 0
+        self.latency = Latency()
 
     # ---- for the services ----
 
@@ -102,7 +104,7 @@ class FrontEnd:
         seed = request.seed if request.seed is not None else self._draw_seed()
         now_s = asyncio.get_running_loop().time()
         deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
-        call = Call(request, seed, deadline_s)
+        call = Call(request, seed, deadline_s, opened_s=now_s)
         self._calls[request.request_id] = call
         self._num_started += 1
         for index in range(request.n):
@@ -165,6 +167,16 @@ class FrontEnd:
     def num_open_requests(self) -> int:
         """Requests whose stream has not ended."""
         return len(self._calls)
+
+    def num_open_choices(self, tenant: str, *, other_than: str) -> int:
+        """Choices of a tenant's open requests, but for one request."""
+        calls = (call for name, call in self._calls.items() if name != other_than)
+        return sum(call.request.n for call in calls if call.request.tenant == tenant)
+
+    @property
+    def num_resubmissions(self) -> int:
+        """Attempts submitted after a loss."""
+        return self._num_resubmissions
 
     def stats(self) -> dict[str, object]:
         """This front end's own counters."""
@@ -242,6 +254,7 @@ class FrontEnd:
     def _on_emit_tokens(self, command: EmitTokens) -> None:
         logprobs = {row.row_index: row for row in command.logprobs}
         token_ids = command.token_ids.tolist()
+        now_s = asyncio.get_running_loop().time()
         start = 0
         rows = zip(
             command.streams.tolist(),
@@ -256,7 +269,11 @@ class FrontEnd:
             if call is None or choice is None or choice.stopped:
                 self._num_stale_tokens += count
                 continue
-            match choice.take(offset, run, logprobs.get(row)):
+            num_before = choice.num_tokens
+            taken = choice.take(offset, run, logprobs.get(row))
+            if choice.num_tokens > num_before:
+                self.latency.took(call, choice, choice.num_tokens - num_before, now_s)
+            match taken:
                 case Taken.NEW:
                     call.ready.set()
                 case Taken.GAP:
@@ -391,6 +408,7 @@ class FrontEnd:
                 self._cancel(choice)
         if self._calls.get(call.request.request_id) is call:
             del self._calls[call.request.request_id]
+        self.latency.closed(call, asyncio.get_running_loop().time())
         self._call_closed.set()
 
     @staticmethod

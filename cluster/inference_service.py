@@ -6,6 +6,7 @@ from typing import Any
 from cluster import codec
 from cluster.call import Call, StreamError, choice_seed
 from cluster.codec import Received, Start
+from cluster.guard import current_caller
 from cluster.serving import Serving
 from cluster.status import refuse, timeout_of
 from protos import slipstream_pb2 as pb
@@ -39,12 +40,12 @@ class InferenceServicer(slipstream_pb2_grpc.InferenceServicer):
 
     async def Cancel(self, message: Any, context: Any) -> Any:
         """Answers once the scheduler has been told."""
-        return pb.CancelResponse(found=await self._serving.front_end.cancel(message.request_id))
+        return pb.CancelResponse(found=await self._serving.cancel(message.request_id))
 
 
 def _start(call: Call, index: int) -> Start:
     return Start(
-        request_id=call.request.request_id,
+        request_id=current_caller().unscoped(call.request.request_id),
         seed=call.seed,
         choice_seed=choice_seed(call.seed, index, call.request.n),
         num_prompt_tokens=len(call.request.prompt_token_ids),

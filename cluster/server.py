@@ -1,7 +1,9 @@
 """The gRPC server of one front end: one port with both protocols, administration, health and reflection."""
 
 import asyncio
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,12 +13,26 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from cluster import admin_service, inference_service, vllm_service
 from cluster.admin_service import AdminServicer
+from cluster.errors import ConfigError
+from cluster.guard import Guard, in_services
 from cluster.inference_service import InferenceServicer
+from cluster.loopback import is_loopback
 from cluster.serving import Serving, State
+from cluster.tls import TlsFiles, server_credentials
+from cluster.tokens import TokenFile
 from cluster.vllm_service import VllmServicer
 from protos import slipstream_pb2_grpc
 
+AUTH_FLAG, ADMIN_FLAG = "--auth-token-file", "--admin-token-file"
+VLLM_HEALTH_METHOD = f"/{vllm_service.SERVICE_NAME}/HealthCheck"
+# Of operators too, in the other protocol.
+VLLM_ADMIN_METHODS = tuple(
+    f"/{vllm_service.SERVICE_NAME}/{name}" for name in ("FlushCache", "StartProfile", "StopProfile")
+)
 SERVICE_NAMES = (vllm_service.SERVICE_NAME, inference_service.SERVICE_NAME, admin_service.SERVICE_NAME)
+
+
+_in_admin, _in_health = in_services([admin_service.SERVICE_NAME]), in_services([health.SERVICE_NAME])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +41,30 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free one
+    tls: TlsFiles | None = None
+    insecure: bool = False  # may listen beyond loopback without TLS
+    auth_token_file: Path | None = None  # None: no tokens are asked for
+    admin_token_file: Path | None = None  # None: what is for operators needs what all other calls need
     max_receive_bytes: int = 16 << 20  # of one request; larger ones are RESOURCE_EXHAUSTED before they are read
     max_pending_calls: int = 1 << 14  # new at the same moment; gRPC's default cancels some of a burst of 1,100
+    max_calls: int = 1 << 14  # at once; more are RESOURCE_EXHAUSTED
+    max_calls_per_connection: int = 1 << 13  # at once; a client waits with more
+    max_connections: int = 1 << 12  # at once; more are closed
+    handshake_timeout_s: float = 10.0  # for TCP, TLS and HTTP/2 settings
+    message_timeout_s: float = 10.0  # from a call's beginning to its message
     grace_s: float = 5.0  # for open streams when stopping
+
+    def check(self) -> None:
+        """ValueError when it would listen in the open, or cannot read its files. Listens nowhere."""
+        if self.tls is None and not self.insecure and not is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} listens beyond loopback without TLS: give --tls-cert and --tls-key, or --insecure"
+            )
+        if self.tls is not None:
+            self.tls.read()
+        for flag, path in ((AUTH_FLAG, self.auth_token_file), (ADMIN_FLAG, self.admin_token_file)):
+            if path is not None:
+                TokenFile(path, flag=flag)
 
 
 class Server:
@@ -47,8 +84,12 @@ class Server:
 
     async def start(self, *, ready: bool = True) -> int:
         """Listens; the port. Requests are refused until ready. Raises ValueError when the port is taken."""
+        self._config.check()
         await self._report(serving=False)
-        self._server = grpc.aio.server(options=self._options())
+        self.guard = self._guard()
+        self._server = grpc.aio.server(
+            options=self._options(), interceptors=[self.guard], maximum_concurrent_rpcs=self._config.max_calls
+        )
         slipstream_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
         slipstream_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(self._serving), self._server)
@@ -57,7 +98,7 @@ class Server:
         reflection.enable_server_reflection(reflected, self._server)
         address = f"{_bracketed(self._config.host)}:{self._config.port}"
         try:
-            self.port = self._server.add_insecure_port(address)
+            self.port = self._listen(address)
         except RuntimeError as error:
             raise ValueError(f"cannot listen on {address}: the port is in use or the host is not ours") from error
         await self._server.start()
@@ -84,6 +125,22 @@ class Server:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
 
+    def _listen(self, address: str) -> int:
+        tls = self._config.tls
+        if tls is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, server_credentials(tls)))
+
+    def _guard(self) -> Guard:
+        auth, admin = self._config.auth_token_file, self._config.admin_token_file
+        return Guard(
+            tokens=None if auth is None else TokenFile(auth, flag=AUTH_FLAG),
+            admin_tokens=None if admin is None else TokenFile(admin, flag=ADMIN_FLAG),
+            admin=lambda method: _in_admin(method) or method in VLLM_ADMIN_METHODS,
+            exempt=lambda method: _in_health(method) or method == VLLM_HEALTH_METHOD,
+            message_timeout_s=self._config.message_timeout_s,
+        )
+
     async def _drained(self, grace_s: float) -> None:
         try:
             async with asyncio.timeout(grace_s):
@@ -104,9 +161,19 @@ class Server:
             # Routers ping idle connections every 30 s.
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.max_concurrent_streams", self._config.max_calls_per_connection),
+            ("grpc.max_allowed_incoming_connections", min(self._config.max_connections, _most_connections())),
+            ("grpc.server_handshake_timeout_ms", round(1000 * self._config.handshake_timeout_s)),
+            ("grpc.http2.settings_timeout", round(1000 * self._config.handshake_timeout_s)),
             ("grpc.server.max_pending_requests", self._config.max_pending_calls),
             ("grpc.server.max_pending_requests_hard_limit", 2 * self._config.max_pending_calls),
         ]
+
+
+def _most_connections() -> int:
+    """Half of the files this process may open: at their end nobody could connect, nor could we read a token file."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft // 2
 
 
 def _bracketed(host: str) -> str:

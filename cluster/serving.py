@@ -1,12 +1,15 @@
 """What every service of one port shares: the model, the front end, and whether requests are taken."""
 
 import time
+from dataclasses import replace
 from enum import Enum
 
 from cluster.call import Call, StreamError
 from cluster.frontend import FrontEnd
+from cluster.guard import current_caller
 from cluster.served_model import ServedModel
 from cluster.text import Tokenizer
+from cluster.tokens import Caller
 from cluster.validate import ClientRequest, checked
 
 RETRY_AFTER_MS = 1000
@@ -34,6 +37,38 @@ class Serving:
     async def open(self, client: ClientRequest) -> Call:
         """Checks and submits. Raises ValueError for a bad request, StreamError when it is not taken."""
         self.last_request_s = time.time()
+        try:
+            return await self._open(client, current_caller())
+        except (ValueError, StreamError) as error:
+            code = error.code if isinstance(error, StreamError) else "INVALID_ARGUMENT"
+            self.front_end.latency.num_failed[code] += 1
+            raise
+
+    async def _open(self, client: ClientRequest, caller: Caller) -> Call:
         if self.state is not State.SERVING:
             raise StreamError("UNAVAILABLE", f"the server is {self.state.value}", RETRY_AFTER_MS)
-        return self.front_end.open(await checked(client, self.model, self.tokenizer))
+        self._check_concurrency(caller, caller.scoped(client.request_id), 1)  # before any text is encoded
+        request = await checked(client, self.model, self.tokenizer)
+        if caller.tenant is not None:  # a token's tenant, whatever the request says
+            request = replace(request, tenant=caller.tenant, request_id=caller.scoped(request.request_id))
+        self._check_concurrency(caller, request.request_id, request.n)
+        return self.front_end.open(request)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends a request of the caller's; False if it is not open."""
+        return await self.front_end.cancel(current_caller().scoped(request_id))
+
+    async def preempt(self, request_id: str) -> None:
+        """Takes a request off its worker. An operator names another tenant's as `TENANT/REQUEST_ID`."""
+        await self.front_end.preempt(current_caller().scoped(request_id))
+
+    def _check_concurrency(self, caller: Caller, request_id: str, n: int) -> None:
+        if caller.tenant is None or caller.max_concurrent is None:
+            return
+        # A higher attempt takes the place of the one it resumes.
+        if self.front_end.num_open_choices(caller.tenant, other_than=request_id) + n > caller.max_concurrent:
+            raise StreamError(
+                "RESOURCE_EXHAUSTED",
+                f"this tenant's limit is {caller.max_concurrent} choices at once",
+                RETRY_AFTER_MS,
+            )

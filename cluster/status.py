@@ -1,9 +1,11 @@
 """Errors as gRPC statuses, with the retry hint in the two forms that clients look for."""
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster.call import StreamError
@@ -24,6 +26,14 @@ def timeout_of(context: Any) -> float | None:
     """Seconds until the client's deadline; None without one."""
     remaining = context.time_remaining()
     return None if remaining is None else float(remaining)
+
+
+def decoded(deserialize: Callable[[bytes], Any], received: bytes, method: str) -> Any:
+    """The message of these bytes. Raises ValueError when they are none."""
+    try:
+        return deserialize(received)
+    except DecodeError as error:
+        raise ValueError(f"{len(received)} bytes are no message of {method}") from error
 
 
 def _retry_hint(code: Any, message: str, retry_after_ms: int | None) -> tuple[tuple[str, str | bytes], ...]:

@@ -72,7 +72,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
 
     async def Abort(self, message: Any, context: Any) -> Any:
         """Ends requests; those unknown or ended are fine."""
-        await asyncio.gather(*map(self._serving.front_end.cancel, message.request_ids))
+        await asyncio.gather(*map(self._serving.cancel, message.request_ids))
         return pb.AbortResponse()
 
     async def HealthCheck(self, message: Any, context: Any) -> Any:

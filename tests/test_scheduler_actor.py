@@ -182,7 +182,6 @@ async def world() -> AsyncIterator[World]:
     await world.scheduler.stop()
 
 
-
 async def test_requests_stream_from_two_workers_in_order(world: World) -> None:
     asked = [request(stream) for stream in range(8)]
     for one in asked:

@@ -1,0 +1,135 @@
+"""What every call passes before a service sees it: its token, and the patience with a call that never speaks.
+
+Calls that are refused are refused at their first frame. One that is let in must send its message within
+a timeout: a stream opened and left silent costs little, and not for long.
+"""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from cluster.call import StreamError
+from cluster.status import decoded, refuse
+from cluster.tokens import Caller, TokenFile
+
+ANYONE = Caller()
+SCHEME = "bearer"
+MAX_TOKEN_BYTES = 4096
+
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+
+
+def current_caller() -> Caller:
+    """Who makes the call that is being answered."""
+    return _caller.get()
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The interceptor of one port."""
+
+    def __init__(
+        self,
+        *,
+        tokens: TokenFile | None,
+        admin_tokens: TokenFile | None,
+        admin: Callable[[str], bool],
+        exempt: Callable[[str], bool],
+        message_timeout_s: float,
+    ) -> None:
+        """`admin` and `exempt` tell by a method's full name what is for operators, and what needs no token.
+
+        Without a file for it, nothing is asked; operators' calls then need what all others need.
+        """
+        self._tokens, self._admin_tokens = tokens, admin_tokens
+        self._admin, self._exempt = admin, exempt
+        self._message_timeout_s = message_timeout_s
+        self.num_refused: Counter[str] = Counter()  # by status name
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """The handler to use: the service's own behind the timeout, or one that refuses at once."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None  # UNIMPLEMENTED, which tells nothing
+        method = handler_call_details.method
+        try:
+            caller = self._admitted(method, handler_call_details.invocation_metadata)
+        except StreamError as error:
+            self.num_refused[error.code] += 1
+            return _refusing(error)
+        if handler.request_streaming or not inspect.iscoroutinefunction(_behavior(handler)):
+            return handler
+        return self._patient(handler, method, caller)
+
+    def _admitted(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
+        """Whose call it is. Raises StreamError."""
+        if self._exempt(method):
+            return ANYONE
+        operators = self._admin_tokens is not None and self._admin(method)
+        tokens = self._admin_tokens if operators else self._tokens
+        if tokens is None:
+            return ANYONE
+        token = _bearer(metadata)
+        caller = tokens.caller(token)
+        if caller is not None:
+            return ANYONE if operators else caller
+        if operators and self._tokens is not None and self._tokens.caller(token) is not None:
+            raise StreamError("PERMISSION_DENIED", "this call needs an operator's token")
+        raise StreamError("UNAUTHENTICATED", "the token is not known")
+
+    def _patient(self, handler: Any, method: str, caller: Caller) -> Any:
+        """The same method, its one message read by us: gRPC itself would wait for it without end."""
+        behavior, deserialize = _behavior(handler), handler.request_deserializer
+
+        async def answer(_messages: Any, context: Any) -> None:
+            _caller.set(caller)  # of this call's own task
+            try:
+                async with asyncio.timeout(self._message_timeout_s):
+                    received = await context.read()
+            except TimeoutError:
+                self.num_refused["DEADLINE_EXCEEDED"] += 1
+                late = f"no message came within {self._message_timeout_s:g} s"
+                await refuse(context, StreamError("DEADLINE_EXCEEDED", late))
+            if received is grpc.aio.EOF:
+                await refuse(context, ValueError("the call ended before its message"))
+            try:
+                message = decoded(deserialize, received, method)
+            except ValueError as error:
+                await refuse(context, error)
+            response = await behavior(message, context)
+            if not handler.response_streaming:
+                await context.write(response)
+
+        return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+
+def in_services(names: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a method's full name is of one of these services."""
+    prefixes = tuple(f"/{name}/" for name in names)
+    return lambda method: method.startswith(prefixes)
+
+
+def _refusing(error: StreamError) -> Any:
+    async def answer(_messages: Any, context: Any) -> None:
+        await refuse(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(answer)
+
+
+def _behavior(handler: Any) -> Any:
+    return handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+
+def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str:
+    """The token of `authorization: Bearer TOKEN`. Raises StreamError; never repeats what was sent."""
+    values = [value for key, value in metadata if key == "authorization"]
+    if len(values) != 1 or not isinstance(values[0], str):
+        raise StreamError("UNAUTHENTICATED", "a call needs one `authorization: Bearer TOKEN`")
+    scheme, _, token = values[0].partition(" ")
+    if scheme.lower() != SCHEME or not token or len(token) > MAX_TOKEN_BYTES:
+        raise StreamError("UNAUTHENTICATED", "a call needs `authorization: Bearer TOKEN`")
+    return token.strip()

@@ -1,0 +1,128 @@
+"""A port for scrapers: plain HTTP, one page, on the event loop of its front end.
+
+Written out rather than taken from prometheus_client, whose server has a thread for each connection
+and waits for it without end.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import NamedTuple
+
+from cluster.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+PATH = "/metrics"
+MAX_HEAD_BYTES = 8192
+MAX_CONNECTIONS = 32
+HEAD_TIMEOUT_S = 5.0
+SEND_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Where to listen, and what to show."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free one
+    any_port: bool = False  # when `port` is taken
+    with_scheduler: bool = True
+
+
+class Response(NamedTuple):
+    """One answer."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+class MetricsServer:
+    """Start it, stop it."""
+
+    def __init__(self, metrics: Metrics, config: MetricsConfig) -> None:
+        self._metrics, self._config = metrics, config
+        self._server: asyncio.Server | None = None
+        self._num_connections = 0
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        """host:port, once started."""
+        host = self._config.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    async def start(self) -> int:
+        """Listens; the port. Raises ValueError when it is taken."""
+        try:
+            self._server = await self._listen(self._config.port)
+        except OSError as error:
+            if not self._config.any_port:
+                where = f"--metrics-port {self._config.port} on --metrics-host {self._config.host}"
+                raise ValueError(f"{where} cannot be listened on: {error.strerror}") from error
+            self._server = await self._listen(0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self.port
+
+    async def stop(self) -> None:
+        """Closes the port; an answer under way is cut off."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _listen(self, port: int) -> asyncio.Server:
+        return await asyncio.start_server(self._serve, self._config.host, port, limit=MAX_HEAD_BYTES)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_connections += 1
+        try:
+            if self._num_connections <= MAX_CONNECTIONS:
+                await self._answer(reader, writer)
+        except (ConnectionError, TimeoutError):
+            pass  # the scraper's loss
+        finally:
+            self._num_connections -= 1
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(HEAD_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            return
+        except asyncio.LimitOverrunError:
+            await _send(writer, Response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b""))
+            return
+        await _send(writer, await self._response(head), with_body=not head.startswith(b"HEAD "))
+
+    async def _response(self, head: bytes) -> Response:
+        request_line, *fields = head.decode("latin-1").split("\r\n")
+        method, _, rest = request_line.partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if path != PATH:
+            return Response(HTTPStatus.NOT_FOUND, f"there is {PATH} only\n".encode())
+        if method not in ("GET", "HEAD"):
+            return Response(HTTPStatus.METHOD_NOT_ALLOWED, b"GET it\n")
+        accept = [value.strip() for name, _, value in (f.partition(":") for f in fields) if name.lower() == "accept"]
+        try:
+            page, content_type = await self._metrics.page(",".join(accept), with_scheduler=self._config.with_scheduler)
+        except Exception:
+            log.exception("the metrics could not be made")
+            return Response(HTTPStatus.INTERNAL_SERVER_ERROR, b"the metrics could not be made; see the log\n")
+        return Response(HTTPStatus.OK, page, content_type)
+
+
+async def _send(writer: asyncio.StreamWriter, response: Response, *, with_body: bool = True) -> None:
+    """The whole answer; each connection carries one."""
+    status = response.status
+    fields = {
+        "Content-Type": response.content_type,
+        "Content-Length": str(len(response.body)),
+        "Cache-Control": "no-store",
+        "Connection": "close",
+    }
+    head = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+    writer.write("\r\n".join(head).encode() + (response.body if with_body else b""))
+    async with asyncio.timeout(SEND_TIMEOUT_S):
+        await writer.drain()
