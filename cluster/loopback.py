@@ -3,11 +3,13 @@
 import ipaddress
 import socket
 
+from cluster.errors import ConfigError
+
 
 def is_loopback(host: str) -> bool:
-    """Whether nothing but this machine reaches a listener on this host.
+    """Whether nothing but this machine reaches a listener on this host. A name counts by every address it has.
 
-    A name counts by every address it has; one that has none cannot be listened on, and whoever tries will say so.
+    ConfigError for a name that has none: nobody could listen there, and nothing is known of it.
     """
     if not host:
         return False  # every interface
@@ -17,6 +19,6 @@ def is_loopback(host: str) -> bool:
         pass
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):
-        return True
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} has no address: {getattr(error, 'strerror', error)}") from error
     return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)

@@ -45,7 +45,7 @@ class MetricsServer:
     def __init__(self, metrics: Metrics, config: MetricsConfig) -> None:
         self._metrics, self._config = metrics, config
         self._server: asyncio.Server | None = None
-        self._num_connections = 0
+        self._open: dict[asyncio.StreamWriter, asyncio.Event] = {}  # each set when its connection is over
         self.port = 0
 
     @property
@@ -70,20 +70,24 @@ class MetricsServer:
         """Closes the port; an answer under way is cut off."""
         if self._server is not None:
             self._server.close()
+        for writer, over in list(self._open.items()):
+            writer.transport.abort()
+            await over.wait()
 
     async def _listen(self, port: int) -> asyncio.Server:
         return await asyncio.start_server(self._serve, self._config.host, port, limit=MAX_HEAD_BYTES)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
+        over = self._open[writer] = asyncio.Event()
         try:
-            if self._num_connections <= MAX_CONNECTIONS:
+            if len(self._open) <= MAX_CONNECTIONS:
                 await self._answer(reader, writer)
         except (ConnectionError, TimeoutError):
             pass  # the scraper's loss
         finally:
-            self._num_connections -= 1
+            del self._open[writer]
             writer.close()
+            over.set()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
