@@ -8,6 +8,7 @@ from cluster.status import refuse
 from protos import slipstream_pb2 as pb
 from protos import slipstream_pb2_grpc
 
+RECORD_PART_BYTES = 1 << 20
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
@@ -42,3 +43,12 @@ class AdminServicer(slipstream_pb2_grpc.AdminServicer):
         except (ConnectionError, ValueError) as error:
             await refuse(context, error)
         return pb.PreemptResponse()
+
+    async def Record(self, message: Any, context: Any) -> Any:
+        """The scheduler's log in parts."""
+        try:
+            content = await self._serving.front_end.recording()
+        except (ConnectionError, ValueError) as error:
+            await refuse(context, error)
+        for start in range(0, len(content), RECORD_PART_BYTES):
+            yield pb.RecordResponse(content=content[start : start + RECORD_PART_BYTES])

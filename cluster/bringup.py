@@ -16,11 +16,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.config import ServeConfig
 from cluster.errors import BringUpError, ConfigError
 from cluster.front_actor import FrontEndActor, FrontEndSpec
+from cluster.joined_ray import RESOURCE, JoinedRay
 from cluster.link import RayWorkerPort, one_line
 from cluster.listening import metrics_config, server_config
 from cluster.local_ray import LocalRay
@@ -43,12 +44,13 @@ def silently(_what: str) -> Iterator[None]:
 
 
 class Deployment:
-    """A scheduler, its workers and its front ends on a local Ray cluster."""
+    """A scheduler, its workers and its front ends on a local Ray cluster, or on one that is joined."""
 
     def __init__(self, config: ServeConfig, directory: Path, phase: Phase = silently) -> None:
         """Returns once requests are answered. Raises ConfigError before anything is started, else BringUpError."""
         self.config = config
-        self.sizes = size(config, directory)
+        if config.address is None:
+            self.sizes = size(config, directory)
         server_config(config).check()
         check_port_is_free(config.host, config.port)
         if config.metrics_port:
@@ -58,11 +60,11 @@ class Deployment:
         self.warnings: list[str] = []  # what does not keep the promise on this machine
         self._actors: list[ActorHandle[Any]] = []
         self._front_ends: list[ActorHandle[Any]] = []
-        with phase("Starting Ray on this machine"):
-            num_workers = len(self.sizes.workers)
-            self.ray = LocalRay(
-                num_cpus=max(num_cpus(), num_workers), num_gpus=num_workers if self.sizes.device == "cuda" else 0
-            )
+        self.ray: LocalRay | JoinedRay
+        if config.address is None:
+            self._start_ray(phase)
+        else:
+            self._join_ray(config.address, directory, phase)
         try:
             self._start(phase)
         except RayError as error:
@@ -99,6 +101,24 @@ class Deployment:
 
     # ---- on the way up ----
 
+    def _start_ray(self, phase: Phase) -> None:
+        with phase("Starting Ray on this machine"):
+            num_workers = len(self.sizes.workers)
+            self.ray = LocalRay(
+                num_cpus=max(num_cpus(), num_workers), num_gpus=num_workers if self.sizes.device == "cuda" else 0
+            )
+
+    def _join_ray(self, address: str, directory: Path, phase: Phase) -> None:
+        with phase("Joining the Ray cluster"):
+            self.ray = JoinedRay(address)
+        try:
+            with phase("Waiting for machines that run workers"):
+                self.config = self.ray.fitted(self.config)
+            self.sizes = size(self.config, directory)
+        except BaseException:
+            self.ray.stop()
+            raise
+
     def _start(self, phase: Phase) -> None:
         with phase("Placing the workers"):
             placement = self._place()
@@ -121,8 +141,11 @@ class Deployment:
 
     def _place(self) -> PlacementGroup:
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self.sizes.device == "cuda" else {})
+        strategy = "PACK"
+        if isinstance(self.ray, JoinedRay):
+            bundle, strategy = bundle | {RESOURCE: 1.0}, "SPREAD"
         bundles = [bundle] * len(self.sizes.workers)
-        group: PlacementGroup = placement_group(bundles, strategy="PACK", name="workers", lifetime="detached")
+        group: PlacementGroup = placement_group(bundles, strategy=strategy, name="workers", lifetime=self._lifetime())
         try:
             ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
         except GetTimeoutError as error:
@@ -153,7 +176,17 @@ class Deployment:
         config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
         ports = {worker_id: RayWorkerPort(worker) for worker_id, worker in workers.items()}
         liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
-        scheduler = self._create(SchedulerActor, config, ports, liveness, name="scheduler", num_cpus=0, max_restarts=-1)
+        scheduler = self._create(
+            SchedulerActor,
+            config,
+            ports,
+            liveness,
+            self.config.record_events,
+            name="scheduler",
+            num_cpus=0,
+            max_restarts=-1,
+            **self._here(),
+        )
         ray.get(scheduler.start.remote())
         return scheduler
 
@@ -170,16 +203,26 @@ class Deployment:
             dtype=self.sizes.dtype,
             seed=self.config.seed,
         )
-        actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=0)
+        actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=0, **self._here())
         self._front_ends.append(actor)
         return actor
 
+    def _lifetime(self) -> str | None:
+        """On a cluster of our own everything ends with it; on another one, with this process."""
+        return None if isinstance(self.ray, JoinedRay) else "detached"
+
+    def _here(self) -> dict[str, object]:
+        """Where the endpoints' host is ours."""
+        if not isinstance(self.ray, JoinedRay):
+            return {}
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.ray.node_id(), soft=False)}
+
     def _create(self, actor_class: type, *arguments: object, **options: object) -> ActorHandle[Any]:
-        """A detached actor. A failed call means "unknown", so Ray must never repeat one."""
+        """An actor. A failed call means "unknown", so Ray must never repeat one."""
         decorate: Any = ray.remote
-        actor: ActorHandle[Any] = decorate(lifetime="detached", max_task_retries=0, **options)(actor_class).remote(
-            *arguments
-        )
+        actor: ActorHandle[Any] = decorate(lifetime=self._lifetime(), max_task_retries=0, **options)(
+            actor_class
+        ).remote(*arguments)
         self._actors.append(actor)
         return actor
 

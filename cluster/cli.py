@@ -16,7 +16,7 @@ from cluster.errors import BringUpError, ConfigError, ServerError
 from cluster.model_source import resolve_model
 from cluster.processes import adopt_orphans
 from cluster.progress import Display
-from cluster.ray_environment import prepare
+from cluster.ray_environment import prepare, prepare_to_join
 from cluster.stop_signals import StopSignals
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def serve(
     seed: Annotated[int | None, typer.Option(help="Of the seeds drawn for requests that bring none.")] = None,
     speculative_config: Annotated[str, typer.Option(help="A JSON object; null: no drafts.")] = DEFAULT_SPECULATION,
     max_waiting: Annotated[int, typer.Option(help="Queued requests before RESOURCE_EXHAUSTED.")] = DEFAULTS.max_waiting,
+    record_events: Annotated[int, typer.Option(help="Scheduler events kept for `record`; 0: none.")] = 0,
     num_front_ends: Annotated[int, typer.Option(help="On ports counted up from --port.")] = DEFAULTS.num_front_ends,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT or auto: join this running Ray cluster.")] = None,
     worker_down_after_s: Annotated[
         float, typer.Option(help="Silence after which a worker is lost.")
     ] = DEFAULTS.worker_down_after_s,
@@ -95,6 +97,8 @@ def serve(
 
 
 def _serve(config: ServeConfig) -> None:
+    if config.address is not None:
+        prepare_to_join()
     from cluster.bringup import Deployment
 
     adopt_orphans()
@@ -164,6 +168,37 @@ def status(
         _print(json.dumps(page))
     else:
         Console().print(status_table(page))
+
+
+@app.command()
+def record(
+    file: Annotated[Path, typer.Argument(help="Where to write it.")],
+    port: Port = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Write the running scheduler's latest events, prompts included (`serve --record-events N`)."""
+    with _client(_running(port).endpoints[0], ca, cert, key, token_file) as client:
+        [content] = _answered(lambda: [client.recording()])
+    file.write_bytes(content)
+    _print(f"{file}: {len(content)} bytes")
+
+
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(help="A recording.")]) -> None:
+    """Tell a recording's events to a scheduler again; exit code 1 if it now does something else."""
+    from scheduler.record import replay as replay_recording
+
+    try:
+        num_events, divergence, scheduler = replay_recording(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if divergence is not None:
+        raise ServerError(f"event {divergence.index} of {file} now makes other commands: {divergence.event}")
+    scheduler.check()
+    _print(f"{num_events} events, identical commands")
 
 
 @app.command()

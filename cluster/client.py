@@ -325,6 +325,11 @@ class Client:
         """`preempt`, asynchronously."""
         await self.async_admin().Preempt(pb.PreemptRequest(request_id=request_id), metadata=self.metadata())
 
+    def recording(self) -> bytes:
+        """The scheduler's log, as a file for `slipstream replay`."""
+        parts = self.admin().Record(pb.RecordRequest(), metadata=self.metadata())
+        return b"".join(part.content for part in parts)
+
     # ---- connections, made when first needed ----
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -95,6 +95,8 @@ class ServeConfig:
     max_steps_in_flight: int = 2  # per worker
     threads: int | None = None  # of one worker
     max_waiting: int = 4096  # requests
+    record_events: int = 0  # length of the scheduler's log; 0: none
+    address: str | None = None  # of a running Ray cluster to join; None: one of this machine alone
     num_front_ends: int = 1
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
@@ -152,6 +154,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "max_steps_in_flight": (1, MAX_STEPS_IN_FLIGHT),
     "threads": (1, 1024),
     "max_waiting": (1, None),
+    "record_events": (0, None),
     "num_front_ends": (1, 64),
     "heartbeat_s": (0.01, None),
     "worker_down_after_s": (0.05, None),

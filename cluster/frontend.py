@@ -55,6 +55,10 @@ class SchedulerLink(Protocol):
         """The scheduler's counters, as plain values."""
         ...
 
+    async def recording(self) -> bytes:
+        """The scheduler's log. Raises ValueError if it keeps none."""
+        ...
+
 
 class SchedulerUnavailable(ConnectionError):
     """The scheduler cannot be reached now. Open streams wait until it comes back or is given up."""
@@ -158,6 +162,10 @@ class FrontEnd:
     async def reset_prefix_cache(self, *, reset_running: bool) -> None:
         """Empties the scheduler's prefix cache."""
         await self._link.reset_prefix_cache(reset_running)
+
+    async def recording(self) -> bytes:
+        """The scheduler's log. Raises ConnectionError when it cannot be reached, ValueError if it keeps none."""
+        return await self._link.recording()
 
     async def scheduler_stats(self) -> dict[str, object]:
         """The scheduler's counters. Raises ConnectionError when it cannot be reached."""

@@ -126,6 +126,16 @@ class RaySchedulerLink:
         """The scheduler's counters, as plain values."""
         return asdict(await _answered(self._scheduler.stats.remote()))
 
+    async def recording(self) -> bytes:
+        """The scheduler's log. Raises ValueError if it keeps none."""
+        try:
+            content: bytes = await _answered(self._scheduler.recording.remote())
+        except SchedulerUnavailable as error:
+            if isinstance(error.__cause__, RayTaskError) and isinstance(error.__cause__.cause, ValueError):
+                raise ValueError(str(error.__cause__.cause)) from error
+            raise
+        return content
+
     async def connect(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]") -> int:
         """Tells this life of the scheduler where the front end is; the life's number."""
         life: int = await _answered(self._scheduler.connect.remote(front_end.name, RayFrontEndPort(actor)))

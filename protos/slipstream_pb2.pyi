@@ -213,3 +213,13 @@ class PreemptRequest(_message.Message):
 class PreemptResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RecordResponse(_message.Message):
+    __slots__ = ("content",)
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    def __init__(self, content: _Optional[bytes] = ...) -> None: ...

@@ -168,6 +168,11 @@ class AdminStub:
                 request_serializer=protos_dot_slipstream__pb2.PreemptRequest.SerializeToString,
                 response_deserializer=protos_dot_slipstream__pb2.PreemptResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/slipstream.v1.Admin/Record',
+                request_serializer=protos_dot_slipstream__pb2.RecordRequest.SerializeToString,
+                response_deserializer=protos_dot_slipstream__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -195,6 +200,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """The scheduler's latest events, prompts included, as a file for `slipstream replay`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -212,6 +224,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Preempt,
                     request_deserializer=protos_dot_slipstream__pb2.PreemptRequest.FromString,
                     response_serializer=protos_dot_slipstream__pb2.PreemptResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=protos_dot_slipstream__pb2.RecordRequest.FromString,
+                    response_serializer=protos_dot_slipstream__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -295,6 +312,33 @@ class Admin:
             '/slipstream.v1.Admin/Preempt',
             protos_dot_slipstream__pb2.PreemptRequest.SerializeToString,
             protos_dot_slipstream__pb2.PreemptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slipstream.v1.Admin/Record',
+            protos_dot_slipstream__pb2.RecordRequest.SerializeToString,
+            protos_dot_slipstream__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,9 +7,11 @@ as a detached Ray actor, and without Ray in tests.
 
 import asyncio
 import logging
+import tempfile
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, assert_never
 
 from scheduler.core import Scheduler
@@ -33,6 +35,7 @@ from scheduler.events import (
     WorkerDown,
     WorkerUp,
 )
+from scheduler.record import RecordedScheduler
 from scheduler.request import Request
 from scheduler.stats import DurationCounter, SchedulerStats
 from scheduler.step import StepPlan, StepResult
@@ -112,8 +115,10 @@ class SchedulerActor:
         config: SchedulerConfig,
         workers: Mapping[str, WorkerPort],
         liveness: Liveness | None = None,
+        record_events: int = 0,
     ) -> None:
-        self._core = Scheduler(config)
+        """`record_events`: how many events the core's log holds; 0 keeps none."""
+        self._core = RecordedScheduler(config, max_events=record_events) if record_events else Scheduler(config)
         self._workers = dict(workers)
         self._liveness = liveness or Liveness()
         self._life = time.time_ns()
@@ -185,6 +190,12 @@ class SchedulerActor:
         """A snapshot of the core's counters."""
         return replace(self._core.stats(), queue_time=self._queue_time.snapshot())
 
+    async def recording(self) -> bytes:
+        """The core's log, for `slipstream replay`. Raises ValueError if none is kept."""
+        if not isinstance(self._core, RecordedScheduler):
+            raise ValueError("no events are recorded: serve with --record-events above 0")
+        return self._core.recording()
+
     async def story(self, request_id: str) -> str:
         """One request's history."""
         return self._core.story(request_id)
@@ -207,7 +218,8 @@ class SchedulerActor:
         except Exception as error:
             # A core that raised cannot be trusted with another event; front ends learn it from `health`.
             self._failure = f"{type(error).__name__}: {error}"
-            log.exception("the core failed on %r", event)
+            log.exception("the core failed on a %s", type(event).__name__)
+            self._save_recording()
             raise
         messages: dict[str, list[Command]] = {}
         for command in commands:
@@ -232,6 +244,13 @@ class SchedulerActor:
             queued = self._queued.pop(arrival.request_id, None)
             if queued is not None:  # else it resumes
                 self._queue_time.add((time.monotonic_ns() - queued[0]) / 1e9)
+
+    def _save_recording(self) -> None:
+        """What led to a failure of the core stays on this machine, to be replayed."""
+        if isinstance(self._core, RecordedScheduler):
+            path = Path(tempfile.gettempdir()) / f"slipstream-{self._life}.recording"
+            self._core.save(path)
+            log.error("the events before it are in %s: `slipstream replay` tells them again", path)
 
     async def _run_step(self, worker_id: str, plan: StepPlan) -> None:
         try:

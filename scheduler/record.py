@@ -92,10 +92,14 @@ class RecordedScheduler(Scheduler):
                 self.save(save_to)
             raise
 
+    def recording(self) -> bytes:
+        """The recording as a file's content."""
+        recording = {"format": FORMAT, "config": self.config, "snapshot": self._snapshot, "entries": self._entries}
+        return pickle.dumps(recording)
+
     def save(self, path: Path) -> None:
         """Write the recording."""
-        recording = {"format": FORMAT, "config": self.config, "snapshot": self._snapshot, "entries": self._entries}
-        path.write_bytes(pickle.dumps(recording))
+        path.write_bytes(self.recording())
 
 
 RECORDER_FIELDS = frozenset({"_max_events", "_snapshot", "_entries", "_choose_drafts"})

@@ -102,6 +102,9 @@ class FakeLink:
     async def preempt(self, request_id: str) -> None:
         self.preempted.append(request_id)
 
+    async def recording(self) -> bytes:
+        raise ValueError("no events are recorded")
+
     async def stats(self) -> dict[str, object]:
         if not self.available:
             raise SchedulerUnavailable("the scheduler is away")

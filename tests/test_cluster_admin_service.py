@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from protos import slipstream_pb2 as pb
 from tests.served import Served, served
 
 
@@ -51,3 +52,10 @@ async def test_a_scheduler_that_is_away_is_unavailable(up: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await up.client.astats()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_without_a_log_there_is_nothing_to_record(up: Served) -> None:
+    parts = up.client.async_admin().Record(pb.RecordRequest())
+    with pytest.raises(grpc.aio.AioRpcError, match="no events are recorded") as caught:
+        await parts.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

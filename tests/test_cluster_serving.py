@@ -9,6 +9,7 @@ import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,10 +20,11 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from cluster.call import choice_seed
 from cluster.client import Answer, Generation
+from scheduler.record import replay
 from scheduler.request import FinishReason, SamplingParams
 from tests.oracle import Stream, undisturbed
 from tests.served import TINY
-from tests.whole_stack import BLOCK_SIZE, MAX_MODEL_LEN, Stack, model_of, whole_stack
+from tests.whole_stack import BLOCK_SIZE, MAX_MODEL_LEN, RECORD_EVENTS, Stack, model_of, whole_stack
 
 
 @pytest.fixture(autouse=True)
@@ -268,3 +270,15 @@ async def test_a_deadline_cancels_in_the_core() -> None:
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         stats = await stack.idle()
         assert stats["num_finished"].get("deadline", 0) + stats["num_finished"].get("abort", 0) == 1
+
+
+async def test_recorded_scheduler_is_replayed_to_identical_commands(tmp_path: Path) -> None:
+    async with whole_stack() as stack:
+        await asyncio.gather(*(stack.client.generate([5, 6, 7 + i], max_tokens=40).aresult() for i in range(3)))
+        content = await asyncio.to_thread(stack.client.recording)
+    path = tmp_path / "scheduler.recording"
+    path.write_bytes(content)
+    num_events, divergence, scheduler = replay(path)
+    assert 0 < num_events <= RECORD_EVENTS
+    assert divergence is None
+    scheduler.check()

@@ -17,7 +17,7 @@ import torch
 
 from cluster.client import Client
 from cluster.frontend import FrontEnd, SchedulerUnavailable
-from cluster.server import Server
+from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
 from scheduler.actor import Liveness, SchedulerActor, StepRaised, WorkerUnreachable
 from scheduler.events import Command, SchedulerConfig, WorkerUp
@@ -100,6 +100,9 @@ class OutOfOrderPort:
         self._front_end.deliver(seq, commands, life)  # type: ignore[arg-type]
 
 
+RECORD_EVENTS = 64  # few, so that the log starts over from snapshots
+
+
 class InProcessLink:
     """A cluster.frontend.SchedulerLink to the shell in this process; `scheduler` is None while it is away."""
 
@@ -117,6 +120,9 @@ class InProcessLink:
 
     async def preempt(self, request_id: str) -> None:
         await self._there().preempt(request_id)
+
+    async def recording(self) -> bytes:
+        return await self._there().recording()
 
     async def stats(self) -> dict[str, object]:
         return asdict(await self._there().stats())
@@ -143,7 +149,8 @@ class Stack:
 
     async def start_scheduler(self) -> None:
         """A new life of the scheduler, known to the front end."""
-        scheduler = SchedulerActor(self.config, {"w0": self.worker}, Liveness(tick_s=0.005, heartbeat_s=0.05))
+        liveness = Liveness(tick_s=0.005, heartbeat_s=0.05)
+        scheduler = SchedulerActor(self.config, {"w0": self.worker}, liveness, RECORD_EVENTS)
         self.lives.append(scheduler)
         life = await scheduler.connect(self.front_end.name, OutOfOrderPort(self.front_end))
         self.link.scheduler = scheduler
@@ -170,9 +177,19 @@ class Stack:
 
 @asynccontextmanager
 async def whole_stack(
-    *, num_drafts: int = 4, spoil: float = 0.3, num_blocks: int = 64, max_num_seqs: int = 8, max_waiting: int = 4096
+    *,
+    num_drafts: int = 4,
+    spoil: float = 0.3,
+    num_blocks: int = 64,
+    max_num_seqs: int = 8,
+    max_waiting: int = 4096,
+    listen: ServerConfig | None = None,
+    token: str | None = None,
 ) -> AsyncIterator[Stack]:
-    """One worker, one scheduler, one front end. The drafter knows only what it is taught."""
+    """One worker, one scheduler, one front end. The drafter knows only what it is taught.
+
+    `token` is the client's, for a server that asks for one.
+    """
     config = SchedulerConfig(
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
@@ -192,9 +209,9 @@ async def whole_stack(
     worker, link = InProcessWorker(runner), InProcessLink()
     front_end = FrontEnd(link, tokenizer=TINY)
     model = tiny_model(max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
-    server = Server(Serving(front_end=front_end, model=model, tokenizer=TINY))
+    server = Server(Serving(front_end=front_end, model=model, tokenizer=TINY), listen)
     await server.start()
-    async with grpc.aio.insecure_channel(server.address) as channel, Client(server.address) as client:
+    async with grpc.aio.insecure_channel(server.address) as channel, Client(server.address, token=token) as client:
         stack = Stack(config, worker, drafter, link, front_end, server, client, channel)
         await stack.start_scheduler()
         try:
