@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import triton
 
 from worker.attention import KVCache
 from worker.batch import Batch
@@ -55,7 +56,9 @@ class TritonAttention:
         """What decides this backend's numbers, in words."""
         tiles = self._tiles(INVARIANT_QUERY_LEN)
         rows = str(tiles.block_m) if self.row_invariant else "any"
-        return f"triton split={self.shape.split_size} tile={tiles.tile} rows={rows}"
+        # The compiler and the chip choose instructions, and with them how sums are taken.
+        device = "interpreted" if is_interpreting() else torch.cuda.get_device_name(self.kv_cache.key.device)
+        return f"triton {triton.__version__} {device} split={self.shape.split_size} tile={tiles.tile} rows={rows}"
 
     def prepare(self, batch: Batch) -> None:
         """Choose how this step's batch is cut. Reads shapes only, so nothing waits for the device."""

@@ -32,8 +32,9 @@ def attention_tiles(
 
     The KV tile, which decides in what order a row's sums are taken, depends on head size and dtype only.
     """
-    rows = max(min(max(_power_of_2(group * query_len), 16), 64), _power_of_2(group))
     small, wide = head_dim <= 64, head_dim > 128
+    most_rows = 32 if wide else 64  # more would spill
+    rows = max(min(max(_power_of_2(group * query_len), 16), most_rows), _power_of_2(group))
     if dtype == torch.float32:
         # Plain float32 products need many registers: few rows, whatever the query length.
         rows = max(16, _power_of_2(group))
