@@ -78,7 +78,7 @@ def world_of(seed: int, dtype: str, drafter: str) -> World:
         num_drafts=seed % 9,
         spoil=rng.choice((0.15, 0.25, 0.35)),
         block_size=rng.choice((8, 16, 32)),
-        pool_tokens=160 if crowded else rng.choice((128, 160, 224, 512)),
+        pool_tokens=96 if crowded else rng.choice((128, 160, 224, 512)),
         max_num_batched_tokens=rng.choice((12, 24, 40, 200)),
         max_steps_in_flight=1 + seed % 4,
         max_num_seqs=16 if crowded else rng.choice((4, 8, 16)),
