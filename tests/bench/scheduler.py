@@ -160,9 +160,9 @@ def main() -> None:
     rows = []
     for case in cases:
         rows.append(measure(case, arguments.steps))
-        print(json.dumps(rows[-1]), file=sys.stderr)  # noqa: T201
+        print(json.dumps(rows[-1]), file=sys.stderr)
     if arguments.json:
-        print(json.dumps(rows))  # noqa: T201
+        print(json.dumps(rows))
 
 
 if __name__ == "__main__":
