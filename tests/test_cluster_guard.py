@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from cluster.client import Client
 from cluster.server import ServerConfig
 from tests.fake_link import FakeLink
 from tests.served import Served, served
+from tests.whole_stack import whole_stack
 
 TOKENS = "alpha acme limit=2\nalpha-2 acme\nbeta globex\n"
 GENERATE = "/slipstream.v1.Inference/Generate"
@@ -157,7 +158,12 @@ async def until(condition: Any) -> None:
 
 async def test_with_a_file_of_their_own_operators_calls_need_its_tokens(tmp_path: Path) -> None:
     async with guarded(tmp_path, admin=True) as up, clients(up, None, "beta", "omega") as (nobody, tenant, operator):
-        for call in (lambda c: c.astats(), lambda c: c.areset_prefix_cache(), lambda c: c.apreempt("globex/r")):
+        calls: list[Callable[[Client], Awaitable[Any]]] = [
+            lambda client: client.astats(),
+            lambda client: client.areset_prefix_cache(),
+            lambda client: client.apreempt("globex/r"),
+        ]
+        for call in calls:
             assert await code_of(call(nobody)) == "UNAUTHENTICATED"
             assert await code_of(call(tenant)) == "PERMISSION_DENIED"
             await call(operator)
@@ -235,7 +241,7 @@ async def test_calls_at_once_are_bounded(tmp_path: Path) -> None:
 
 
 async def test_half_open_connections_are_bounded_and_closed_and_others_are_served(tmp_path: Path) -> None:
-    limits = {"handshake_timeout_s": 1.0, "max_connections": 40}
+    limits: dict[str, Any] = {"handshake_timeout_s": 1.0, "max_connections": 40}
     async with guarded(tmp_path, **limits) as up, clients(up, "beta") as (client,):
         assert len((await client.generate([5], max_tokens=2, timeout_s=10.0).aresult()).token_ids) == 2
         loop = asyncio.get_running_loop()
@@ -271,3 +277,21 @@ async def test_without_token_files_nothing_is_asked() -> None:
         [request] = up.link.submitted
         assert (request.request_id, request.tenant) == ("r", "t")
         assert (await up.client.astats())["front_end"]["name"] == "front"
+
+
+async def test_a_tenant_s_prefix_is_cached_for_itself_and_for_no_other_tenant(tmp_path: Path) -> None:
+    """Whatever the others claim in their requests; the tokens are the same for everyone."""
+    (tmp_path / "tokens").write_text(TOKENS)
+    prompt = list(range(20, 60))
+    async with whole_stack(listen=ServerConfig(auth_token_file=tmp_path / "tokens"), token="alpha") as up:
+        claims: list[dict[str, Any]] = [{}, {"tenant": "acme"}, {"tenant": "acme", "cache_salt": "acme"}]
+        answers = []
+        for token in ("alpha", "beta", "alpha-2"):
+            up.client.token = token
+            for claim in claims:
+                answers.append(
+                    await up.client.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True, **claim).aresult()
+                )
+        cached = [answer.finish.num_cached_tokens for answer in answers if answer.finish]
+    assert [cached[:3], cached[3:6], cached[6:]] == [[0, 32, 0], [0, 32, 0], [32, 32, 32]]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
