@@ -10,6 +10,9 @@ from pathlib import Path
 
 AUTH_MODE = "RAY_AUTH_MODE"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+TOKEN = "RAY_AUTH_TOKEN"
+
+_before = {name: os.environ.get(name) for name in (AUTH_MODE, TOKEN_PATH)}
 
 
 def state_directory() -> Path:
@@ -26,6 +29,17 @@ def prepare() -> None:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # silences a warning about its next version
     os.environ[AUTH_MODE] = "token"
     os.environ[TOKEN_PATH] = str(_token_file())
+
+
+def prepare_to_join() -> None:
+    """Undo `prepare` for a cluster of someone else's: with its token, found where Ray itself looks for it."""
+    for name, value in _before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if AUTH_MODE not in os.environ:
+        found = TOKEN in os.environ or TOKEN_PATH in os.environ or (Path.home() / ".ray" / "auth_token").exists()
+        os.environ[AUTH_MODE] = "token" if found else "disabled"
 
 
 def _token_file() -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cluster.joined_ray import JoinedRay
 from cluster.local_ray import LocalRay
 from cluster.processes import end, started_at, wait_until_gone
 from cluster.ray_environment import state_directory
@@ -37,7 +38,7 @@ class Running:
         return started_at(self.pid) == self.pid_started_at
 
 
-def record(endpoints: Sequence[str], model: str, local: LocalRay) -> Path:
+def record(endpoints: Sequence[str], model: str, local: LocalRay | JoinedRay) -> Path:
     """Write down that this process serves; the file, to be removed at the end."""
     pid = os.getpid()
     start = started_at(pid)
@@ -88,4 +89,3 @@ def _read(path: Path) -> Running | None:
         return Running(**fields)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-

@@ -89,6 +89,7 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
         WorkerSpec(
             worker_id=f"worker-{index}",
             directory=str(directory),
+            fetched=_fetched(config),
             dtype=dtype,
             device=device,
             attention=attention,
@@ -118,6 +119,13 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
     )
 
 
+def _fetched(config: ServeConfig) -> str | None:
+    """The model's name where workers are on other machines and can fetch it there themselves."""
+    if config.address is None or Path(config.model).expanduser().is_dir():
+        return None
+    return config.model
+
+
 def check_weight_files(directory: Path) -> None:
     """ConfigError for a directory without weights, or a file that is cut short or has a broken header."""
     files = sorted(directory.glob("*.safetensors"))
@@ -136,9 +144,7 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _scheduler_config(
-    config: ServeConfig, device: str, max_model_len: int, num_blocks: int | None
-) -> SchedulerConfig:
+def _scheduler_config(config: ServeConfig, device: str, max_model_len: int, num_blocks: int | None) -> SchedulerConfig:
     default_budget = 2048 if device == "cuda" else 512  # a CPU's long steps would hold up everyone's tokens
     return SchedulerConfig(
         block_size=config.block_size,
@@ -156,7 +162,7 @@ def _scheduler_config(
 
 def _device(config: ServeConfig) -> str:
     has_cuda = Path("/dev/nvidiactl").exists()
-    if config.device == "cuda" and not has_cuda:
+    if config.device == "cuda" and not has_cuda and config.address is None:  # the workers' machines have it
         raise ConfigError("--device cuda: this machine has no CUDA device")
     if config.device == "auto":
         return "cuda" if has_cuda else "cpu"
@@ -179,9 +185,7 @@ def _max_model_len(config: ServeConfig, shape: ModelShape) -> int:
     return asked
 
 
-def _num_blocks(
-    config: ServeConfig, shape: ModelShape, device: str, dtype: str, max_model_len: int
-) -> int | None:
+def _num_blocks(config: ServeConfig, shape: ModelShape, device: str, dtype: str, max_model_len: int) -> int | None:
     """Blocks of one worker's pool; None on a GPU, which knows its free memory only once it has the weights."""
     needed = -(-max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:

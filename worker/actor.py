@@ -28,6 +28,7 @@ class WorkerSpec:
 
     worker_id: str
     directory: str  # of the model, in Hugging Face layout
+    fetched: str | None = None  # its name, by which a worker on another machine gets it; None: the directory is there
     dtype: str  # "bfloat16", "float16" or "float32"
     device: str  # "cpu" or "cuda"
     attention: str  # "cpu" or "triton"
@@ -134,7 +135,7 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
     torch.set_num_threads(spec.threads)
     num_blocks = spec.num_blocks if spec.num_blocks is not None else _blocks_that_fit(spec)
     model = load_model(
-        Path(spec.directory),
+        model_directory(spec),
         dtype=getattr(torch, spec.dtype),
         device=spec.device,
         attention=spec.attention,
@@ -160,6 +161,26 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
         complaints=tuple(complaints),
     )
     return runner, traits
+
+
+def model_directory(spec: WorkerSpec) -> Path:
+    """Where the model is on this machine, fetched if need be. `ValueError` when it cannot be had."""
+    directory = Path(spec.directory)
+    if directory.is_dir():
+        return directory
+    if spec.fetched is None:
+        raise ValueError(f"--model: there is no {directory} on {os.uname().nodename}, where {spec.worker_id} is placed")
+    from worker.fetch import SOURCES, fetch
+
+    if spec.fetched in SOURCES:
+        return fetch(spec.fetched)
+    from huggingface_hub import snapshot_download
+
+    try:  # the hub's cache names a directory by its revision: all workers get the one that was sized
+        patterns = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(spec.fetched, revision=directory.name, allow_patterns=patterns))
+    except OSError as error:
+        raise ValueError(f"{spec.worker_id} cannot fetch {spec.fetched} on {os.uname().nodename}: {error}") from error
 
 
 def _drafter(spec: WorkerSpec) -> "Drafter | None":
