@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from cluster.errors import BringUpError
 from cluster.processes import command_line, descendants, end, identify
 from cluster.ray_environment import prepare
 from cluster.stop_signals import SIGNALS
@@ -16,40 +17,50 @@ NAMESPACE = "slipstream"
 LOOPBACK = "127.0.0.2"  # Ray rewrites 127.0.0.1 to the network card's address
 OBJECT_STORE_BYTES = 80 << 20
 GRACE_S = 10.0
+START_ATTEMPTS = 3
 
 
 class LocalRay:
     """A running local cluster. One at a time in a process, as Ray has it."""
 
     def __init__(self, *, num_cpus: int, num_gpus: int = 0) -> None:
-        """Starts it and connects this process to it. Takes two to four seconds."""
-        self._directory = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))  # short: it holds socket paths
+        """Starts it and connects this process to it. Takes two to four seconds. Raises BringUpError."""
         prepare()
+        for attempt in range(1, START_ATTEMPTS + 1):
+            self._directory = Path(tempfile.mkdtemp(prefix="slipstream-", dir="/tmp"))  # short: it holds socket paths
+            try:
+                self._start(num_cpus, num_gpus)
+                return
+            except SystemExit as error:
+                self.stop()
+                raise KeyboardInterrupt from error  # Ray's own way to take SIGTERM
+            except BaseException as error:
+                self.stop()
+                if not isinstance(error, Exception):
+                    raise
+                # Ray gives its own processes a fixed time to come up, which a busy machine may exceed.
+                if attempt == START_ATTEMPTS:
+                    raise BringUpError(f"Ray did not start: {str(error).strip().partition(chr(10))[0]}") from error
+
+    def _start(self, num_cpus: int, num_gpus: int) -> None:
         import ray
 
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Ray's own, about its own files
-                ray.init(
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    namespace=NAMESPACE,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _node_ip_address=LOOPBACK,
-                    _temp_dir=str(self._directory),
-                )
-            for number, handler in handlers.items():
-                signal.signal(number, handler)  # Ray takes SIGTERM for itself
-        except SystemExit as error:
-            self.stop()
-            raise KeyboardInterrupt from error  # Ray's own way to take SIGTERM
-        except BaseException:
-            self.stop()
-            raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own, about its own files
+            ray.init(
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(self._directory),
+            )
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # Ray takes SIGTERM for itself
 
     @property
     def directory(self) -> Path:
