@@ -8,6 +8,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,7 +44,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> None:
         """`admin` and `exempt` tell by a method's full name what is for operators, and what needs no token.
 
-        Without a file for it, nothing is asked; operators' calls then need what all others need.
+        Without tokens nothing is asked. Without operators' tokens their calls need what all others need, unless
+        several tenants share the server: then there are no operators.
         """
         self._tokens, self._admin_tokens = tokens, admin_tokens
         self._admin, self._exempt = admin, exempt
@@ -61,8 +63,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except StreamError as error:
             self.num_refused[error.code] += 1
             return _refusing(error)
-        if handler.request_streaming or not inspect.iscoroutinefunction(_behavior(handler)):
-            return handler
+        if handler.request_streaming or not _is_asynchronous(_behavior(handler)):
+            return handler  # the latter are generated defaults, which answer UNIMPLEMENTED
         return self._patient(handler, method, caller)
 
     def _admitted(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
@@ -75,6 +77,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return ANYONE
         token = _bearer(metadata)
         caller = tokens.caller(token)
+        if caller is not None and self._admin_tokens is None and self._admin(method) and tokens.num_tenants > 1:
+            raise StreamError("PERMISSION_DENIED", "several tenants share this server, and it has no operators' tokens")
         if caller is not None:
             return ANYONE if operators else caller
         if operators and self._tokens is not None and self._tokens.caller(token) is not None:
@@ -100,6 +104,11 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 message = decoded(deserialize, received, method)
             except ValueError as error:
                 await refuse(context, error)
+            if inspect.isasyncgenfunction(behavior):
+                async with aclosing(behavior(message, context)) as responses:
+                    async for response in responses:
+                        await context.write(response)
+                return
             response = await behavior(message, context)
             if not handler.response_streaming:
                 await context.write(response)
@@ -122,6 +131,10 @@ def _refusing(error: StreamError) -> Any:
 
 def _behavior(handler: Any) -> Any:
     return handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+
+def _is_asynchronous(behavior: Any) -> bool:
+    return inspect.iscoroutinefunction(behavior) or inspect.isasyncgenfunction(behavior)
 
 
 def _bearer(metadata: Iterable[tuple[str, str | bytes]]) -> str:

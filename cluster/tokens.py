@@ -57,6 +57,11 @@ class TokenFile:
         if not self._tokens.get():
             raise ConfigError(f"{flag} {path} has no tokens")
 
+    @property
+    def num_tenants(self) -> int:
+        """Of the newest tokens."""
+        return len({token.tenant for token in self._tokens.get()})
+
     def caller(self, token: str) -> Caller | None:
         """Whose token it is; None if nobody's. Takes as long for every token of the same length."""
         presented, found = sha256(token.encode(errors="surrogateescape")).digest(), None

@@ -104,10 +104,11 @@ async def test_a_tenant_reaches_no_request_of_another(tmp_path: Path) -> None:
         assert stream.starts[0].request_id == "r"
         assert not await globex.acancel("r")
         assert not await globex.acancel("acme/r")
-        await globex.apreempt("r")
+        for call in (globex.apreempt("acme/r"), globex.astats(), globex.areset_prefix_cache()):
+            assert await code_of(call) == "PERMISSION_DENIED"  # nobody's, while nobody is an operator
         taken = aiter(globex.generate([7], request_id="r", max_tokens=9))  # neither ALREADY_EXISTS nor a takeover
         await anext(taken)
-        assert (link.preempted, sorted(link.live)) == (["globex/r"], ["acme/r", "globex/r"])
+        assert (link.preempted, sorted(link.live)) == ([], ["acme/r", "globex/r"])
         assert await acme.acancel("r")
         assert await globex.acancel("r")
         assert [output.finish.reason.value async for output in outputs if output.finish] == ["abort"]
@@ -172,6 +173,17 @@ async def test_with_a_file_of_their_own_operators_calls_need_its_tokens(tmp_path
         assert await code_of(flush(b"", metadata=tenant.metadata())) == "PERMISSION_DENIED"
         assert await code_of(flush(b"", metadata=operator.metadata())) == "UNIMPLEMENTED"
         assert await code_of(operator.generate([5], max_tokens=2).aresult()) == "UNAUTHENTICATED"
+
+
+async def test_the_only_tenant_operates_its_server_by_its_own_names(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("alpha acme\nalpha-2 acme\n")
+    async with (
+        served(config=ServerConfig(auth_token_file=tmp_path / "tokens")) as up,
+        clients(up, "alpha") as (client,),
+    ):
+        assert (await client.astats())["front_end"]["name"] == "front"
+        await client.apreempt("r")
+        assert up.link.preempted == ["acme/r"]
 
 
 async def test_rotated_tokens_are_picked_up_and_open_streams_go_on(tmp_path: Path) -> None:
@@ -282,8 +294,10 @@ async def test_without_token_files_nothing_is_asked() -> None:
 async def test_a_tenant_s_prefix_is_cached_for_itself_and_for_no_other_tenant(tmp_path: Path) -> None:
     """Whatever the others claim in their requests; the tokens are the same for everyone."""
     (tmp_path / "tokens").write_text(TOKENS)
+    (tmp_path / "admin").write_text("omega\n")
     prompt = list(range(20, 60))
-    async with whole_stack(listen=ServerConfig(auth_token_file=tmp_path / "tokens"), token="alpha") as up:
+    config = ServerConfig(auth_token_file=tmp_path / "tokens", admin_token_file=tmp_path / "admin")
+    async with whole_stack(listen=config) as up:
         claims: list[dict[str, Any]] = [{}, {"tenant": "acme"}, {"tenant": "acme", "cache_salt": "acme"}]
         answers = []
         for token in ("alpha", "beta", "alpha-2"):
@@ -292,6 +306,7 @@ async def test_a_tenant_s_prefix_is_cached_for_itself_and_for_no_other_tenant(tm
                 answers.append(
                     await up.client.generate(prompt, max_tokens=4, temperature=0.0, ignore_eos=True, **claim).aresult()
                 )
+        up.client.token = "omega"
         cached = [answer.finish.num_cached_tokens for answer in answers if answer.finish]
     assert [cached[:3], cached[3:6], cached[6:]] == [[0, 32, 0], [0, 32, 0], [32, 32, 32]]
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
