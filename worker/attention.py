@@ -358,7 +358,7 @@ def _combine(part: torch.Tensor, logsumexp: torch.Tensor, segments: _Segments) -
     highest = torch.segment_reduce(weights, "max", lengths=lengths, axis=0, unsafe=True)
     weights = torch.exp(weights - highest.index_select(0, segments.segment_of_tile))
     total = torch.segment_reduce(weights, "sum", lengths=lengths, axis=0, unsafe=True)
-    weighed = part.float() * weights.view(num_tiles, rows, num_kv_heads, 1)
+    weighed = part * weights.view(num_tiles, rows, num_kv_heads, 1)
     out = torch.segment_reduce(weighed.reshape(num_tiles, -1), "sum", lengths=lengths, axis=0, unsafe=True)
     out = out.view(-1, rows, num_kv_heads, head_dim) / total.view(-1, rows, num_kv_heads, 1)
     return out.to(part.dtype)
