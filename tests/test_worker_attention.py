@@ -166,6 +166,16 @@ def test_long_contexts_cut_into_smaller_segments_keep_their_bits(monkeypatch: py
     assert torch.equal(bench.run((0, 0, LENGTH))[0], whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_of_large_and_small_segments_are_added_to_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(dtype=dtype, heads=(9, 3), head_dim=64)
+    [large] = bench.run((0, 0, LENGTH))
+    monkeypatch.setattr("worker.attention.LONG_ROW", 1 << 40)
+    assert torch.equal(bench.run((0, 0, LENGTH))[0], large)
+
+
 def test_an_unusable_block_size_or_head_count_is_refused_by_name() -> None:
     cache = KVCache(num_layers=1, num_blocks=2, block_size=24, num_kv_heads=2, head_dim=32, dtype=torch.float32)
     with pytest.raises(ValueError, match="block size 24 does not divide 128"):
