@@ -16,7 +16,7 @@ set -euo pipefail
 
 VENV=${VENV:-$HOME/slipstream-venv}
 RAY_PORT=${RAY_PORT:-6379}
-export PATH="$VENV/bin:$PATH" RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export PATH="$VENV/bin:$PATH" RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 
 usage() { sed -n '2,16s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 

@@ -67,7 +67,7 @@ def test_ray_is_started_with_a_token_on_a_loopback_dashboard_and_sends_no_statis
     config = _loaded(name)
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         *_, start = config[key]
-        assert {"RAY_AUTH_MODE=token", "RAY_USAGE_STATS_ENABLED=0;", "--disable-usage-stats"} <= set(start.split())
+        assert {"RAY_AUTH_MODE=token", "RAY_USAGE_STATS_ENABLED=0", "--disable-usage-stats"} <= set(start.split())
     head = config["head_start_ray_commands"][-1].split()
     assert {"--head", "--dashboard-host=127.0.0.1", "--autoscaling-config=~/ray_bootstrap_config.yaml"} <= set(head)
     assert "--address=$RAY_HEAD_IP:6379" in config["worker_start_ray_commands"][-1].split()
