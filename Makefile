@@ -11,12 +11,13 @@ SEEDS ?= 500
 
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: help venv demo test test-full lint simulate bench clean
+.PHONY: help venv demo test test-full test-rayup lint simulate bench clean
 
 help:
 	@echo 'make demo       8 chat prompts streamed from a scheduler, 2 workers and a gRPC front end on a local cluster'
 	@echo 'make test       lint, types and every test that needs no GPU (a sample of the large matrices)'
 	@echo 'make test-full  the same with the whole matrices'
+	@echo 'make test-rayup `ray up` on three hosts made of namespaces (root; skipped with the reason elsewhere)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make simulate   SEEDS=$(SEEDS) random worlds around the scheduler core'
 	@echo 'make bench      tokens/s over Ray and gRPC beside the in-process engine'
@@ -50,6 +51,9 @@ test: lint
 
 test-full: lint
 	SLIPSTREAM_FULL=1 $(BIN)/python -m pytest -m 'not gpu' --timeout 7200
+
+test-rayup: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/test_rayup.py --timeout 1500
 
 simulate: $(VENV)/.installed-test
 	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
