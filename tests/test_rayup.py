@@ -97,7 +97,9 @@ class Hosts:
 
     def ray(self, command: str, timeout_s: float) -> str:
         """A `ray` command of the operator, as deploy/README.md has it."""
-        return self.on("ops", f"cd {ROOT} && RAY_UP_enable_autoscaler_v2=0 ray {command}", timeout_s)
+        return self.on(
+            "ops", f"cd {ROOT} && RAY_USAGE_STATS_ENABLED=0 RAY_UP_enable_autoscaler_v2=0 ray {command}", timeout_s
+        )
 
     def left(self) -> dict[str, str]:
         """What still runs on each living host besides its sshd."""
