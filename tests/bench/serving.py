@@ -89,9 +89,7 @@ class Bench:
         token_ids = [outputs[request_id].token_ids for request_id in ids]
         return token_ids, sum(map(len, token_ids)) / elapsed_s
 
-    async def _run_cluster(
-        self, prompts: Sequence[list[int]], seeds: Sequence[int]
-    ) -> tuple[list[list[int]], float]:
+    async def _run_cluster(self, prompts: Sequence[list[int]], seeds: Sequence[int]) -> tuple[list[list[int]], float]:
         async with Client(self._address) as client:
             await client.astats()  # connected
             started_s = time.perf_counter()
