@@ -22,6 +22,7 @@ from worker.model import Model, load_model
 BLOCK_SIZE = 16
 NUM_DISTURBANCES = 4
 DISTURB_EVERY_S = 0.03
+FAR_ABOVE = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +33,17 @@ class Asked:
     max_tokens: int
     temperature: float
     seed: int
+    few: tuple[int, ...] = ()  # these tokens far above all others: a stream in which n-grams come again
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """What the core is asked for."""
+        bias = tuple((token, FAR_ABOVE) for token in self.few)
+        return SamplingParams(temperature=self.temperature, seed=self.seed, logit_bias=bias)
 
 
 def random_requests(count: int, max_tokens: int, seed: int) -> list[Asked]:
-    """Prompts with repetitions, so that n-gram drafts find something; greedy and sampled."""
+    """Prompts with repetitions; greedy and sampled, every other pair of few tokens: n-gram drafts find something."""
     rng = random.Random(seed)
     requests = []
     for index in range(count):
@@ -46,6 +54,7 @@ def random_requests(count: int, max_tokens: int, seed: int) -> list[Asked]:
                 max_tokens=rng.randrange(max_tokens // 2, max_tokens),
                 temperature=(0.0, 0.8)[index % 2],
                 seed=rng.randrange(1 << 32),
+                few=tuple(dict.fromkeys(phrase[:3])) if index % 4 < 2 else (),
             )
         )
     return requests
@@ -63,12 +72,7 @@ def expected(model: Model, requests: Sequence[Asked]) -> list[list[int]]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [
-            undisturbed(
-                model, asked.prompt, SamplingParams(temperature=asked.temperature, seed=asked.seed), asked.max_tokens
-            ).token_ids
-            for asked in requests
-        ]
+        return [undisturbed(model, asked.prompt, asked.sampling, asked.max_tokens).token_ids for asked in requests]
     finally:
         torch.set_num_threads(num_threads)
 
@@ -97,6 +101,7 @@ async def stream(client: Client, asked: Asked, request_id: str, taken: dict[str,
         temperature=asked.temperature,
         top_p=1.0,
         seed=asked.seed,
+        logit_bias=dict(asked.sampling.logit_bias),
         ignore_eos=True,
     )
     async for output in generation:
@@ -109,9 +114,7 @@ async def streams(address: str, requests: Sequence[Asked], *, disturb: bool) -> 
     disturbances = NUM_DISTURBANCES if disturb else 0
     taken: dict[str, list[int]] = {}
     async with Client(address) as client:
-        tasks = [
-            asyncio.create_task(stream(client, asked, f"r{index}", taken)) for index, asked in enumerate(requests)
-        ]
+        tasks = [asyncio.create_task(stream(client, asked, f"r{index}", taken)) for index, asked in enumerate(requests)]
         everything = asyncio.gather(*tasks)
         while disturbances and not everything.done():
             await asyncio.wait({everything}, timeout=DISTURB_EVERY_S)
