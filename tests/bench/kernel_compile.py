@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 import triton
@@ -96,8 +96,7 @@ class _Source:
     fn: triton.runtime.JITFunction
     types: dict[str, str]
     constants: dict[str, object]
-    num_warps: int = 4
-    num_stages: int = 3
+    options: dict[str, int | bool] = field(default_factory=lambda: {"num_warps": 4, "num_stages": 3, **COMPILE_OPTIONS})
     block_m: int | None = None
 
 
@@ -164,11 +163,7 @@ def compile_case(case: KernelCase, target: str) -> CompiledKernel:
             compiled = triton.compile(
                 _ast_source(source),
                 target=TARGETS[target],
-                options={
-                    "num_warps": source.num_warps,
-                    "num_stages": source.num_stages,
-                    **COMPILE_OPTIONS,
-                },
+                options=source.options,
             )
     registers, spill_bytes = _hip_needs(compiled.asm["amdgcn"]) if is_hip else _cuda_needs(log.getvalue())
     return CompiledKernel(
@@ -180,8 +175,8 @@ def compile_case(case: KernelCase, target: str) -> CompiledKernel:
         shared_limit=SHARED_LIMITS[target],
         head_dim=case.head_dim,
         block_m=source.block_m,
-        num_warps=source.num_warps,
-        num_stages=source.num_stages,
+        num_warps=int(source.options["num_warps"]),
+        num_stages=int(source.options.get("num_stages", 3)),
     )
 
 
@@ -263,7 +258,9 @@ def _source(case: KernelCase, *, is_hip: bool) -> _Source:
             types = _types(
                 [("i32", f"plan_rows sampled cu_samples seq_lens {state} {out}")], "tokens_stride out_stride"
             )
-            return _Source(fn=rows.accept_kernel, types=types, constants={"BLOCK": 8}, num_warps=1)
+            return _Source(
+                fn=rows.accept_kernel, types=types, constants={"BLOCK": 8}, options={"num_warps": 1, **COMPILE_OPTIONS}
+            )
     raise ValueError(f"unknown kernel {case.kernel!r}")
 
 
@@ -299,8 +296,7 @@ def _attention_source(case: KernelCase, *, is_hip: bool) -> _Source:
         fn=attention.paged_attention_kernel,
         types=types,
         constants=dict(attention.attention_constants(shape, tiles, one_split=case.one_split, interpreting=False)),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        options=tiles.options(is_hip=is_hip),
         block_m=tiles.block_m,
     )
 
@@ -311,7 +307,12 @@ def _combine_source(case: KernelCase) -> _Source:
         "max_split_query_len num_splits",
     )
     constants: dict[str, object] = dict(attention.combine_constants(_shape(case)))
-    return _Source(fn=attention.combine_splits_kernel, types=types, constants=constants, num_warps=1, num_stages=2)
+    return _Source(
+        fn=attention.combine_splits_kernel,
+        types=types,
+        constants=constants,
+        options={"num_warps": 1, "num_stages": 2, **COMPILE_OPTIONS},
+    )
 
 
 def _sample_source() -> _Source:
@@ -324,4 +325,9 @@ def _sample_source() -> _Source:
         ],
         "vocab_size logits_stride",
     )
-    return _Source(fn=sampling.sample_kernel, types=types, constants={"TILE": sampling.MAX_VOCAB_TILE}, num_warps=8)
+    return _Source(
+        fn=sampling.sample_kernel,
+        types=types,
+        constants={"TILE": sampling.MAX_VOCAB_TILE},
+        options={"num_warps": 8, **COMPILE_OPTIONS},
+    )

@@ -37,7 +37,7 @@ from worker.kernels.tuning import SPLIT_SIZE, AttentionTiles, attention_tiles
 from worker.model import ModelConfig, random_model
 
 BUDGET_S = 450.0  # sections that have not begun by then are skipped
-SWEPT_TILES = ((32, 4, 2), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2))
+SWEPT_TILES = ((32, 4, 2), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2))
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

@@ -366,7 +366,7 @@ def paged_attention(
         query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         block_table.stride(0),
         **attention_constants(shape, tiles, one_split=launch.num_splits == 1, interpreting=is_interpreting()),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **COMPILE_OPTIONS,
+        **tiles.options(is_hip=torch.version.hip is not None),
     )  # fmt: skip
     if not parallel:
         return

@@ -23,6 +23,12 @@ class AttentionTiles:
     tile: int  # KV tokens of one iteration; divides SPLIT_SIZE
     num_warps: int
     num_stages: int
+    max_registers: int = 255  # per thread; left alone, ptxas spills a few bytes to fit one program more
+
+    def options(self, *, is_hip: bool) -> dict[str, int | bool]:
+        """Launch and compile options."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **COMPILE_OPTIONS}
+        return options if is_hip else options | {"maxnreg": self.max_registers}
 
 
 def attention_tiles(
@@ -37,16 +43,21 @@ def attention_tiles(
     rows = max(min(max(_power_of_2(group * query_len), 16), most_rows), _power_of_2(group))
     if dtype == torch.float32:
         # Plain float32 products need many registers: few rows, whatever the query length.
-        rows = max(16, _power_of_2(group))
-        return AttentionTiles(block_m=rows, tile=32, num_warps=8 if small else 4, num_stages=2 if small else 1)
+        return AttentionTiles(
+            block_m=max(16, _power_of_2(group)),
+            tile=16 if wide else 32,
+            num_warps=8 if small else 4,
+            num_stages=2 if small else 1,
+        )
     if is_hip:
         return AttentionTiles(block_m=rows, tile=32, num_warps=8 if wide else 4, num_stages=1)
-    few_rows = rows <= (32 if small else 16)
+    is_decode = rows == 16 and not small and not wide
     return AttentionTiles(
         block_m=rows,
         tile=32 if wide else 64,
-        num_warps=4 if few_rows and not wide else 8,
-        num_stages=3 if few_rows and not small and not wide else 2,
+        num_warps=8 if is_decode or wide or rows > 32 else 4,
+        num_stages=2,
+        max_registers=128 if is_decode else 255,  # 128: two programs of eight warps on one multiprocessor
     )
 
 
