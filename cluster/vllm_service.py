@@ -80,7 +80,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         if self._serving.state is not State.SERVING:
             return pb.HealthCheckResponse(healthy=False, message=f"the server is {self._serving.state.value}")
         try:
-            await asyncio.wait_for(self._serving.front_end.scheduler_stats(), HEALTH_TIMEOUT_S)
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._serving.front_end.scheduler_stats()
         except (ConnectionError, TimeoutError) as error:
             return pb.HealthCheckResponse(healthy=False, message=f"the scheduler does not answer: {error}")
         return pb.HealthCheckResponse(healthy=True, message="serving")
