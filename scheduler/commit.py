@@ -65,18 +65,19 @@ def commit_live(
     """Commit the live rows `live` ([n], indices into the plan's rows, none of them in error)."""
     table, plan = worker.rows, step.plan
     everything = len(live) == len(plan.rows)
-    rows = plan.rows if everything else plan.rows[live]
-    num_drafts, reserved = plan.num_drafts[live], plan.reserved[live]
-    num_tokens, num_verified = result.num_tokens[live], result.num_verified[live]
+    chosen = slice(None) if everything else live  # the usual step: its columns as they are, not copies
+    rows = plan.rows[chosen]
+    num_drafts, reserved = plan.num_drafts[chosen], plan.reserved[chosen]
+    num_tokens, num_verified = result.num_tokens[chosen], result.num_verified[chosen]
     token_ids = result.token_ids if everything else tokens_of_rows(result, live)
     num_accepted = np.maximum(num_tokens - 1, 0)
 
     table.num_computed[rows] -= num_drafts - num_accepted
     table.num_placeholders[rows] -= reserved
-    table.num_in_flight[rows] -= plan.num_scheduled[live]
+    table.num_in_flight[rows] -= plan.num_scheduled[chosen]
     table.num_live[rows] -= reserved > 0
-    completed = table.num_computed[rows] - table.num_in_flight[rows]
-    table.kv_end[rows] = np.maximum(table.kv_end[rows], completed + num_verified - num_accepted)
+    written = completed_tokens(worker, rows) + num_verified - num_accepted
+    table.kv_end[rows] = np.maximum(table.kv_end[rows], written)
     table.num_draft_tokens[rows] += num_verified
     table.num_accepted[rows] += num_accepted
     counters.count_acceptance(num_verified, num_accepted)
@@ -159,9 +160,12 @@ def publish_full_blocks(worker: WorkerState, rows: Int32Array, block_size: int) 
 
 def publishable_tokens(worker: WorkerState, rows: Int32Array) -> Int32Array:
     """`min(T - 1, C - IF)`: the last token's KV may never be written, and a row in flight may fail alone."""
-    table = worker.rows
-    completed = table.num_computed[rows] - table.num_in_flight[rows]
-    return np.asarray(np.minimum(table.num_tokens[rows] - 1, completed))
+    return np.asarray(np.minimum(worker.rows.num_tokens[rows] - 1, completed_tokens(worker, rows)))
+
+
+def completed_tokens(worker: WorkerState, rows: Int32Array) -> Int32Array:
+    """C - IF: tokens whose KV was written by steps that have completed."""
+    return np.asarray(worker.rows.num_computed[rows] - worker.rows.num_in_flight[rows])
 
 
 def may_publish(worker: WorkerState, rows: Int32Array) -> NDArray[np.bool_]:
