@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "scheduler"
 SOURCES = sorted(path.name for path in PACKAGE.glob("*.py"))
 IMPURE = {"asyncio", "concurrent", "datetime", "multiprocessing", "random", "ray", "secrets", "threading", "time"}
 IMPURE |= {"torch", "socket", "subprocess", "os"}
-MAX_FUNCTION_LINES = 60
+MAX_FUNCTION_LINES = 50
 
 
 def tree_of(source: str) -> ast.Module:
@@ -47,7 +47,7 @@ def test_core_does_not_reach_for_chance_through_numpy_or_for_io(source: str) -> 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_function_of_the_scheduler_outgrows_a_screen(source: str) -> None:
-    """60 lines at most, docstring included."""
+    """50 lines at most, docstring included."""
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None

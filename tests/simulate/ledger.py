@@ -35,7 +35,8 @@ from tests.simulate.records import Attempt, Session
 from tests.simulate.toy import Violation, ending, extend, next_token
 
 # Requests that came later and were admitted first, elsewhere, while an older one waited for the worker chosen for
-# it: at most this many and a full batch, per other worker. With one worker nobody is ever overtaken.
+# it: at most this many and a full batch, per other worker that could hold it. With one such worker nobody is ever
+# overtaken; those admitted where it could never run take nothing from it.
 MAX_OVERTAKEN_PER_WORKER = 12
 
 
@@ -54,7 +55,6 @@ class Ledger:
         self.swapped = False
         self.version_before = 0  # of the session whose result is handled now, before it
         self.now_ns = 0
-        self.num_workers = 0  # up at once, at most
         self.explained: dict[int, str] = {}  # epoch -> why it had to leave its worker
         self.attempt_of: dict[int, Attempt] = {}  # every epoch so far
         self.leaving: set[int] = set()  # epochs released by the commands at hand
@@ -518,39 +518,44 @@ class Ledger:
                 attempt.num_first_hit = arrival.num_computed_tokens
 
     def _check_arrival(self, session: Session, plan: StepPlan, attempt: Attempt, epoch: int) -> None:
-        """Seat the attempt; nobody who came before and could run is left standing too often."""
-        self.num_workers = max(self.num_workers, len(self.sessions))
-        limit = (MAX_OVERTAKEN_PER_WORKER + session.up.max_num_seqs) * (self.num_workers - 1)
+        """Seat the attempt; nobody who came before and could run here is left standing too often."""
         attempt.epoch = attempt.last_epoch = epoch
-        attempt.overtaken = 0
+        attempt.overtaken = attempt.num_holders = 0
         if not attempt.token_ids:  # nothing depends on the numbers of an earlier worker
             attempt.fingerprints.clear()
         attempt.fingerprints.add(session.up.fingerprint)
         session.epochs[epoch] = attempt
         for other in self.live.values():
-            if other.epoch is None and other.arrival < attempt.arrival and self._goes_first(other, attempt):
-                other.overtaken += 1
-                self.coverage["overtaken", "any"] += 1
-                if other.overtaken > limit:
-                    raise Violation(
-                        f"{attempt.request.request_id} was admitted first, the {other.overtaken}th to do so",
-                        other.request.request_id,
-                    )
+            if other.epoch is None and other.arrival < attempt.arrival and self._goes_first(other, attempt, session):
+                self._overtake(other, attempt, session)
 
-    def _goes_first(self, other: Attempt, attempt: Attempt) -> bool:
-        """Whether `other`, who came before, had a right to be admitted before `attempt`."""
+    def _goes_first(self, other: Attempt, attempt: Attempt, session: Session) -> bool:
+        """Whether `other`, who came before, had a right to be admitted here before `attempt`."""
         by_priority = self.config.scheduling_policy == "priority"
         if by_priority and other.request.priority > attempt.request.priority:
             return False
-        return self._could_run(other)
+        return self._could_hold(session, other)
+
+    def _overtake(self, other: Attempt, attempt: Attempt, session: Session) -> None:
+        holders = sum(self._could_hold(holder, other) for holder in self.sessions.values())
+        other.num_holders = max(other.num_holders, holders)
+        other.overtaken += 1
+        self.coverage["overtaken", "any"] += 1
+        if other.overtaken > (MAX_OVERTAKEN_PER_WORKER + session.up.max_num_seqs) * (other.num_holders - 1):
+            raise Violation(
+                f"{attempt.request.request_id} was admitted first, the {other.overtaken}th to do so",
+                other.request.request_id,
+            )
 
     def _could_run(self, attempt: Attempt) -> bool:
-        """Whether some worker that takes requests has a pool for all of it."""
+        """Whether some worker could."""
+        return any(self._could_hold(session, attempt) for session in self.sessions.values())
+
+    def _could_hold(self, session: Session, attempt: Attempt) -> bool:
+        """Whether a worker takes requests and has a pool for all of this one."""
         total = len(attempt.request.prompt_token_ids) + attempt.request.max_tokens
         blocks = -(-min(total, self.config.max_model_len) // self.config.block_size)
-        return any(
-            session.up.num_blocks >= blocks and session.drain_deadline_ns is None for session in self.sessions.values()
-        )
+        return session.up.num_blocks >= blocks and session.drain_deadline_ns is None
 
     def _frames(self, session: Session, plan: StepPlan) -> None:
         kinds = {}

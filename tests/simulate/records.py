@@ -11,7 +11,8 @@ class Attempt:
 
     __slots__ = (
         "arrival", "closed", "ends", "epoch", "fingerprints", "last_epoch", "last_hash", "last_run", "num_accepted",
-        "num_drafts", "num_first_hit", "num_lost", "overtaken", "request", "row_failed", "token_ids", "versions",
+        "num_drafts", "num_first_hit", "num_holders", "num_lost", "overtaken", "request", "row_failed", "token_ids",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, request: Request, versions: list[int]) -> None:
@@ -30,6 +31,7 @@ class Attempt:
         self.num_drafts = 0  # verified in frames that count
         self.num_accepted = 0
         self.overtaken = 0  # since it began to wait
+        self.num_holders = 0  # workers that could run it meanwhile, at most
         self.row_failed = False
         self.fingerprints: set[str] = set()
 
