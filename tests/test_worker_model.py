@@ -254,3 +254,14 @@ def test_the_longest_served_length_fixes_the_factors() -> None:
     )
     assert not torch.equal(short.rope.inverse_frequencies, long.rope.inverse_frequencies)
     assert (short.max_model_len, long.max_model_len) == (64, 128)
+
+
+def test_the_states_that_enter_layers_are_those_of_transformers(tmp_path: Path) -> None:
+    reference = saved(CONFIGS["qwen3"], tmp_path)
+    model = load(tmp_path)
+    token_ids = [5, 9, 2, 150, 77, 1]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    hidden, states = model.forward_with_states(make_batch([(token_ids, 0, range(4))], 16), (1, 0))
+    torch.testing.assert_close(states, torch.cat((expected[1][0], expected[0][0]), 1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden, expected[2][0], atol=1e-4, rtol=1e-4)

@@ -4,7 +4,7 @@ A Batch in, hidden states and logits out. On the CPU every row's numbers are bit
 (worker.linear and worker.attention say how). Knows nothing about requests, sampling or steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -164,14 +164,23 @@ class Model:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm; writes this step's KV."""
+        return self.forward_with_states(batch, ())[0]
+
+    @torch.inference_mode()
+    def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and what entered each of these layers, side by side: [num_tokens, len(layers) * hidden_size]."""
         num_tokens = batch.token_ids.shape[0]
         padding = padded_rows(num_tokens) - num_tokens
         self.attention.prepare(batch)
         cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
         residual = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding).float()
-        for layer in self._layers:
+        entered: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            if index in layers:
+                entered[index] = residual[:num_tokens].to(self.dtype, copy=True)
             layer(residual, cos, sin, self.attention, batch)
-        return self._norm(residual)[:num_tokens]
+        states = torch.cat([entered[index] for index in layers], 1) if layers else residual[:num_tokens, :0]
+        return self._norm(residual)[:num_tokens], states
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
