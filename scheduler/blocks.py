@@ -27,22 +27,20 @@ def root_digest(salt: str, tenant: str = "") -> bytes:
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:
     """Grow the chain of a sequence's block digests in place, from its own tokens, to `num_blocks`."""
     if len(digests) < num_blocks:
-        unknown = token_ids[len(digests) * block_size : num_blocks * block_size]
-        chain_digests(digests, root, unknown.tobytes(), 4 * block_size)
+        unknown, width = token_ids[len(digests) * block_size : num_blocks * block_size].tobytes(), 4 * block_size
+        for start in range(0, len(unknown), width):
+            digests.append(next_digest(digests, root, unknown[start : start + width]))
 
 
-def chain_digests(digests: list[bytes], root: bytes, token_bytes: bytes, width: int) -> None:
-    """Lengthen a chain in place by the blocks in `token_bytes`, `width` bytes each: sha256(parent + int32 tokens)."""
-    parent = digests[-1] if digests else root
-    for start in range(0, len(token_bytes), width):
-        parent = sha256(parent + token_bytes[start : start + width]).digest()
-        digests.append(parent)
+def next_digest(digests: list[bytes], root: bytes, token_bytes: bytes) -> bytes:
+    """The digest that follows in a chain: sha256(parent + int32 tokens of one block)."""
+    return sha256((digests[-1] if digests else root) + token_bytes).digest()
 
 
 class BlockPool:
     """Fixed-size blocks `0 .. num_blocks - 1` of one worker in one session."""
 
-    __slots__ = ("_cached", "_digest_of", "_free", "_namespace_of", "_refs", "namespace", "num_blocks")
+    __slots__ = ("_cached", "_digest_of", "_idle", "_plain", "_refs", "namespace", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -50,21 +48,22 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.namespace = 0
         self._refs = [0] * num_blocks
-        # Oldest first: the next block to take, and to forget, is at the front.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # Free blocks in two parts: those with nothing to remember, the next to take at the end; then those that were
+        # cached when they were released, the next to take, and to forget, at the front.
+        self._plain = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[bytes, int] = {}  # of this namespace only
-        self._digest_of: list[bytes | None] = [None] * num_blocks
-        self._namespace_of = [0] * num_blocks  # of that digest
+        self._digest_of: list[bytes | None] = [None] * num_blocks  # perhaps of a namespace before
 
     @property
     def num_free(self) -> int:
         """Blocks that can be taken now, idle cached ones included."""
-        return len(self._free)
+        return len(self._plain) + len(self._idle)
 
     @property
     def num_used(self) -> int:
         """Blocks referenced by at least one request."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -73,16 +72,18 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take the `count` longest idle blocks; what they cached is forgotten."""
-        assert count <= len(self._free), "allocate() without asking num_free first"
-        popitem, refs, digest_of = self._free.popitem, self._refs, self._digest_of
-        taken = [popitem(last=False)[0] for _ in range(count)]
+        assert count <= self.num_free, "allocate() without asking num_free first"
+        plain, refs = self._plain, self._refs
+        rest = max(len(plain) - count, 0)
+        taken = plain[rest:]
+        del plain[rest:]
+        taken.reverse()
+        for _ in range(count - len(taken)):
+            block, _ = self._idle.popitem(last=False)
+            self._forget(block)
+            taken.append(block)
         for block in taken:
             refs[block] = 1
-            digest = digest_of[block]
-            if digest is not None:
-                if self._namespace_of[block] == self.namespace:
-                    del self._cached[digest]
-                digest_of[block] = None
         return taken
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
@@ -103,30 +104,32 @@ class BlockPool:
         """Add a reference to matched blocks."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._free[block]
+                del self._idle[block]
             self._refs[block] += 1
 
     def publish(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
         """Let used blocks be found under their digests. The first block published under one stays."""
-        cached, namespace = self._cached, self.namespace
-        digest_of, namespace_of, refs = self._digest_of, self._namespace_of, self._refs
+        cached, digest_of, refs = self._cached, self._digest_of, self._refs
         for block, digest in zip(blocks, digests, strict=True):
             assert refs[block] > 0, "a free block has nothing to publish"
-            known = digest_of[block] is not None and namespace_of[block] == namespace
-            if not known and cached.setdefault(digest, block) == block:
+            if digest_of[block] is not None and self._is_cached(block):
+                continue
+            if cached.setdefault(digest, block) == block:
                 digest_of[block] = digest
-                namespace_of[block] = namespace
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each, last first, so that a prefix outlives its continuation."""
-        free, refs, digest_of = self._free, self._refs, self._digest_of
+        refs, digest_of, plain = self._refs, self._digest_of, self._plain
         for block in reversed(blocks):
             left = refs[block] = refs[block] - 1
             assert left >= 0, f"block {block} released twice"
-            if left == 0:
-                free[block] = None
-                if digest_of[block] is None or self._namespace_of[block] != self.namespace:
-                    free.move_to_end(block, last=False)  # nothing to remember: first to go
+            if left:
+                continue
+            if digest_of[block] is not None and self._is_cached(block):
+                self._idle[block] = None
+            else:
+                digest_of[block] = None
+                plain.append(block)
 
     def reset(self) -> None:
         """A new namespace: nothing published before is ever found again. O(1), legal at any time."""
@@ -139,12 +142,24 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the laws of this file."""
-        assert min(self._refs) >= 0
-        idle = {block for block, refs in enumerate(self._refs) if refs == 0}
-        assert idle == self._free.keys(), "free + used != total"
+        refs = self._refs
+        assert min(refs) >= 0
+        free = [*self._plain, *self._idle]
+        assert len(free) == refs.count(0), "free + used != total"
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert not any([refs[block] for block in free]), "a used block is free"
+        assert not any([self._digest_of[block] for block in self._plain]), "a plain block remembers"
         for digest, block in self._cached.items():
             assert self._digest_of[block] == digest, f"block {block} is cached as another"
-            assert self._is_cached(block)
 
     def _is_cached(self, block: int) -> bool:
-        return self._digest_of[block] is not None and self._namespace_of[block] == self.namespace
+        digest = self._digest_of[block]
+        return digest is not None and self._cached.get(digest) == block
+
+    def _forget(self, block: int) -> None:
+        """What an idle block cached is not found any more."""
+        digest = self._digest_of[block]
+        assert digest is not None
+        if self._cached.get(digest) == block:
+            del self._cached[digest]
+        self._digest_of[block] = None

@@ -269,7 +269,7 @@ class Scheduler:
             state.num_deliver_frames = 0
         else:
             return
-        num_frames, num_reserved = convert_frames(worker, state.row, state.epoch, kind)
+        num_frames, num_reserved = convert_frames(worker, state.epoch, kind)
         if num_frames == 0:
             return
         worker.former[state.epoch] = FormerEpoch(state=state, kind=kind, num_frames=num_frames, reason=reason)
@@ -443,7 +443,7 @@ class Scheduler:
     def _errors(self, step: Step, result: StepResult) -> dict[int, str]:
         """Rows that failed on the worker or answered what no plan allows: index -> message."""
         wrong = is_protocol_error(step, result)
-        if not result.failures and not wrong.any():
+        if not result.failures and not np.count_nonzero(wrong):
             return {}
         failed = {failure.epoch: failure.message for failure in result.failures}
         epochs = step.plan.epochs.tolist()
@@ -519,10 +519,10 @@ class Scheduler:
         """One command per front end, as columns."""
         if len(committed.rows) == 0:
             return
-        front_ends = worker.rows.front_end[committed.rows]
-        if (front_ends == front_ends[0]).all():
-            self._emit_to(int(front_ends[0]), worker, committed, result)
+        if len(self._front_ends) == 1:
+            self._emit_to(0, worker, committed, result)
             return
+        front_ends = worker.rows.front_end[committed.rows]
         for front_end in np.unique(front_ends).tolist():
             self._emit_to(front_end, worker, committed.take(front_ends == front_end), result)
 
@@ -581,7 +581,7 @@ class Scheduler:
         for builder in builders:
             if not builder.is_empty:
                 plan = builder.seal(self.now_ns)
-                self.counters.tokens_reserved += int(plan.reserved.sum())
+                self.counters.tokens_reserved += int(np.add.reduce(plan.reserved))
                 self._commands.append(StartStep(worker_id=builder.worker.worker_id, plan=plan))
                 planned = True
         return planned
@@ -600,10 +600,11 @@ class Scheduler:
     def _wanted(self, worker: WorkerState) -> Int32Array:
         """K for each running row: [num_running] int32."""
         rows = worker.rows.order()
-        most: Int32Array = np.minimum(worker.rows.max_drafts[rows], np.int32(worker.up.max_drafts))
+        most: Int32Array = np.minimum(worker.rows.max_drafts[rows], worker.up.max_drafts)
         if self._choose_drafts is None:
             return most
-        return np.asarray(np.minimum(self._choose_drafts(worker.worker_id, rows), most))
+        chosen = self._choose_drafts(worker.worker_id, rows.astype(np.int32))
+        return np.minimum(chosen, most).astype(np.int32, copy=False)
 
     def _preempt_for_blocks(self, state: RequestState) -> None:
         """Tokens in flight are right, so they are delivered; the request resumes when they have been."""
@@ -717,12 +718,12 @@ def order_key(state: RequestState) -> tuple[int, int]:
 
 def answers(result: StepResult, step: Step) -> bool:
     """Whether a result has the shape its plan asks for: the same epochs, and as many tokens as it counts."""
-    num_rows, num_tokens = len(step.plan.rows), result.num_tokens
+    num_rows, num_tokens = len(step.rows), result.num_tokens
     return (
-        np.array_equal(step.plan.epochs, result.epochs)
-        and len(num_tokens) == len(result.num_verified) == num_rows
-        and (num_rows == 0 or int(num_tokens.min()) >= 0)
-        and int(num_tokens.sum()) == len(result.token_ids)
+        len(result.epochs) == len(num_tokens) == len(result.num_verified) == num_rows
+        and bool((result.epochs == step.plan.epochs).all())
+        and not np.count_nonzero(num_tokens < 0)
+        and int(np.add.reduce(num_tokens)) == len(result.token_ids)
     )
 
 

@@ -11,31 +11,32 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
-from scheduler.step import Arrival, Int32Array, StepPlan
+from scheduler.step import Arrival, IndexArray, Int32Array, StepPlan
 
 Count = TypeVar("Count", int, Int32Array)
 
 
 @dataclass(slots=True, eq=False)
 class PlannedRows:
-    """Columns of a step in the making, `[num_rows]` int32."""
+    """Columns of a step in the making, `[num_rows]`."""
 
-    rows: Int32Array
+    rows: IndexArray
     num_scheduled: Int32Array
     num_drafts: Int32Array
     reserved: Int32Array
     num_propose: Int32Array
     num_new_blocks: Int32Array
 
-    def take(self, index: NDArray[np.intp]) -> "PlannedRows":
+    @property
+    def counts(self) -> tuple[Int32Array, ...]:
+        """All but the rows themselves."""
+        return self.num_scheduled, self.num_drafts, self.reserved, self.num_propose, self.num_new_blocks
+
+    def take(self, index: IndexArray) -> "PlannedRows":
         """These rows only."""
-        return PlannedRows(*(getattr(self, name)[index] for name in PLANNED_COLUMNS))
-
-
-PLANNED_COLUMNS = ("rows", "num_scheduled", "num_drafts", "reserved", "num_propose", "num_new_blocks")
+        return PlannedRows(self.rows[index], *(column[index] for column in self.counts))
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +48,7 @@ class PlanBuilder:
     parts: list[PlannedRows] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
-    admitted: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)  # PLANNED_COLUMNS of each
+    admitted: list[tuple[int, ...]] = field(default_factory=list)  # the columns of PlannedRows, of each arrival
     weights: str | None = None
     closed: bool = False  # a plan that preempted admits nobody
 
@@ -73,8 +74,9 @@ class PlanBuilder:
         table.num_in_flight[rows] += planned.num_scheduled
         table.num_placeholders[rows] += planned.reserved
         table.num_live[rows] += sampled
-        table.prefilling[rows] &= ~sampled
-        table.num_proposed[rows[sampled]] = planned.num_propose[sampled]
+        samplers = rows[sampled]
+        table.prefilling[samplers] = False
+        table.num_proposed[samplers] = planned.num_propose[sampled]
         self.parts.append(planned)
         self.block_ids += block_ids
 
@@ -82,10 +84,12 @@ class PlanBuilder:
         """Number the step and put it in flight."""
         worker = self.worker
         if self.admitted:
-            self.add(PlannedRows(*np.array(self.admitted, np.int32).T), [])
-        rows, num_scheduled, num_drafts, reserved, num_propose, num_new_blocks = (
-            np.concatenate([getattr(part, name) for part in self.parts] or [NO_ROWS]) for name in PLANNED_COLUMNS
-        )
+            rows, *counts = np.array(self.admitted, np.int32).T
+            self.add(PlannedRows(rows.astype(np.intp), *counts), [])
+        planned = joined(self.parts)
+        num_rows = len(planned.rows)
+        block_offsets = np.zeros(num_rows + 1, np.int32)
+        planned.num_new_blocks.cumsum(dtype=np.int32, out=block_offsets[1:])
         plan = StepPlan(
             session=worker.session,
             step_seq=worker.next_step_seq,
@@ -93,26 +97,30 @@ class PlanBuilder:
             weights=self.weights,
             released_epochs=np.array(worker.released, np.int64),
             arrivals=tuple(self.arrivals),
-            rows=rows,
-            epochs=worker.rows.epoch[rows],
-            num_scheduled=num_scheduled,
-            num_drafts=num_drafts,
-            reserved=reserved,
-            num_propose=num_propose,
-            block_offsets=np.concatenate((FIRST_OFFSET, np.cumsum(num_new_blocks, dtype=np.int32))),
+            rows=planned.rows.astype(np.int32),
+            epochs=worker.rows.epoch[planned.rows],
+            num_scheduled=planned.num_scheduled,
+            num_drafts=planned.num_drafts,
+            reserved=planned.reserved,
+            num_propose=planned.num_propose,
+            block_offsets=block_offsets,
             block_ids=np.array(self.block_ids, np.int32),
         )
         worker.released.clear()
-        index_of_row = np.full(worker.rows.max_rows, -1, np.int32)
-        index_of_row[rows] = np.arange(len(rows))
-        kind = np.zeros(len(rows), np.int8)
-        worker.in_flight[plan.step_seq] = Step(plan=plan, sent_ns=now_ns, kind=kind, index_of_row=index_of_row)
+        kind = np.zeros(num_rows, np.int8)
+        worker.in_flight[plan.step_seq] = Step(plan=plan, sent_ns=now_ns, kind=kind, rows=planned.rows)
         worker.next_step_seq += 1
         return plan
 
 
-NO_ROWS = np.empty(0, np.int32)
-FIRST_OFFSET = np.zeros(1, np.int32)
+def joined(parts: list[PlannedRows]) -> PlannedRows:
+    """All rows of a step, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return PlannedRows(np.empty(0, np.intp), *np.empty((5, 0), np.int32))
+    counts = (np.concatenate(columns) for columns in zip(*(part.counts for part in parts), strict=True))
+    return PlannedRows(np.concatenate([part.rows for part in parts]), *counts)
 
 
 def plan_running(
@@ -124,15 +132,15 @@ def plan_running(
     """
     worker = builder.worker
     planned = _wish(worker, wanted, builder.budget, block_size)
-    if int(planned.num_new_blocks.sum()) > worker.pool.num_free:
+    if np.add.reduce(planned.num_new_blocks) > worker.pool.num_free:
         _plan_scarce(builder, planned, block_size, preempt)
         return
-    keep = np.flatnonzero(planned.num_scheduled)
-    if len(keep) == 0:
+    num_planned = np.count_nonzero(planned.num_scheduled)
+    if num_planned == 0:
         return
-    if len(keep) < len(planned.rows):
-        planned = planned.take(keep)
-    builder.budget -= int(planned.num_scheduled.sum())
+    if num_planned < len(planned.rows):
+        planned = planned.take(planned.num_scheduled.nonzero()[0])
+    builder.budget -= int(np.add.reduce(planned.num_scheduled))
     builder.add(planned, allocate_blocks(worker, planned))
 
 
@@ -140,22 +148,24 @@ def _wish(worker: WorkerState, wanted: Int32Array, budget: int, block_size: int)
     """What every running row would compute if blocks were plenty. Rows with nothing to do have n == 0."""
     table = worker.rows
     rows = table.order()
-    num_computed = table.num_computed[rows]
-    end = table.end[rows]
-    pending = table.num_tokens[rows] + table.num_placeholders[rows] - num_computed
+    num_tokens = table.num_tokens[rows]
+    pending = num_tokens + table.num_placeholders[rows] - table.num_computed[rows]
     # Tokens that no live frame has promised yet: each yields at least one.
-    room = end - table.num_tokens[rows] - table.num_live[rows]
-    allowed = np.minimum(np.minimum(wanted, table.num_proposed[rows]), room - 1)
-    drafts = np.where(table.prefilling[rows], 0, np.maximum(allowed, 0))
-    num_scheduled = np.where(room > 0, pending + drafts, 0)
-    before = np.cumsum(num_scheduled) - num_scheduled
-    num_scheduled = np.clip(budget - before, 0, num_scheduled)
+    room = table.end[rows] - num_tokens - table.num_live[rows]
+    drafts = np.minimum(wanted, table.num_proposed[rows])
+    np.minimum(drafts, room - 1, out=drafts)
+    np.maximum(drafts, 0, out=drafts)
+    drafts[table.prefilling[rows]] = 0
+    num_scheduled = (pending + drafts) * (room > 0)
+    if np.add.reduce(num_scheduled) > budget:
+        before = num_scheduled.cumsum(dtype=np.int32) - num_scheduled
+        num_scheduled = np.minimum(num_scheduled, np.maximum(budget - before, 0))
     return _with_blocks(worker, rows, num_scheduled, pending, room, wanted, block_size)
 
 
 def _with_blocks(
     worker: WorkerState,
-    rows: Int32Array,
+    rows: IndexArray,
     num_scheduled: Int32Array,
     pending: Int32Array,
     room: Int32Array,
@@ -164,14 +174,14 @@ def _with_blocks(
 ) -> PlannedRows:
     """Drafts, reservation, lookahead and new blocks that follow from n."""
     table = worker.rows
-    samples = (num_scheduled >= pending) & (num_scheduled > 0)
-    num_drafts = np.where(samples, num_scheduled - pending, 0)
-    num_propose = np.where(samples, np.maximum(np.minimum(wanted, room - 2), 0), 0)
-    upper = np.minimum(table.num_computed[rows] + num_scheduled + lookahead(num_propose), table.end[rows])
-    blocks = np.maximum(-(-upper // block_size) - table.num_blocks[rows], 0)
-    columns = (num_scheduled, num_drafts, np.where(samples, num_drafts + 1, 0), num_propose)
-    new_blocks = np.where(num_scheduled > 0, blocks, 0)
-    return PlannedRows(rows, *(column.astype(np.int32, copy=False) for column in (*columns, new_blocks)))
+    samples = num_scheduled >= pending  # something is pending in every row
+    num_drafts = np.maximum(num_scheduled - pending, 0)
+    num_propose = np.maximum(np.minimum(wanted, room - 2), 0) * samples
+    upper = table.num_computed[rows] + num_scheduled + lookahead(num_propose)
+    np.minimum(upper, table.end[rows], out=upper)
+    upper += block_size - 1
+    num_new_blocks = np.maximum(upper // block_size - table.num_blocks[rows], 0)  # 0 where n is
+    return PlannedRows(rows, num_scheduled, num_drafts, num_drafts + samples, num_propose, num_new_blocks)
 
 
 def lookahead(num_propose: Count) -> Count:
@@ -181,17 +191,23 @@ def lookahead(num_propose: Count) -> Count:
 
 def allocate_blocks(worker: WorkerState, planned: PlannedRows) -> list[int]:
     """Take the planned blocks and append them to the rows' tables. Returns them row after row."""
-    counts = planned.num_new_blocks
-    total = int(counts.sum())
-    if total == 0:
-        return []
     table = worker.rows
-    blocks = worker.pool.allocate(total)
-    within = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    columns = np.repeat(table.num_blocks[planned.rows], counts) + within
-    table.block_table[np.repeat(planned.rows, counts), columns] = blocks
-    table.num_blocks[planned.rows] += counts
+    due = planned.num_new_blocks.nonzero()[0]
+    if len(due) == 0:
+        return []
+    rows, counts = planned.rows[due], planned.num_new_blocks[due]
+    num_blocks = table.num_blocks[rows]
+    blocks = worker.pool.allocate(int(np.add.reduce(counts)))
+    table.block_table[rows.repeat(counts), each_of(num_blocks, counts)] = blocks
+    table.num_blocks[rows] = num_blocks + counts
     return blocks
+
+
+def each_of(starts: Int32Array, counts: Int32Array) -> IndexArray:
+    """`starts[i], starts[i] + 1, ...`, so many of each: [sum(counts)]."""
+    stops = counts.cumsum()
+    first = (starts - stops + counts).repeat(counts)
+    return first + np.arange(len(first))
 
 
 def _plan_scarce(
@@ -228,11 +244,11 @@ def _without_drafts(worker: WorkerState, one: PlannedRows, block_size: int) -> P
     return _with_blocks(worker, one.rows, num_scheduled, pending, none, none, block_size)
 
 
-def convert_frames(worker: WorkerState, row: int, epoch: int, to: int) -> tuple[int, int]:
+def convert_frames(worker: WorkerState, epoch: int, to: int) -> tuple[int, int]:
     """Frames in flight of an epoch stop being what they were. Returns (frames, tokens reserved by them)."""
     num_frames = num_reserved = 0
     for step in worker.in_flight.values():
-        index = step.index_of(row, epoch)
+        index = step.index_of(epoch)
         if index is not None:
             step.num_converted += int(step.kind[index] == FrameKind.LIVE)
             step.kind[index] = to

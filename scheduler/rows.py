@@ -8,12 +8,9 @@ Knows nothing about blocks' contents or the order of steps.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler.state import RequestState
-from scheduler.step import Int32Array
-
-NO_STOP = -1
+from scheduler.step import IndexArray, Int32Array
 
 
 class RowTable:
@@ -32,7 +29,7 @@ class RowTable:
         self.num_placeholders = column()  # PH: tokens reserved by live frames
         self.num_in_flight = column()  # IF: scheduled tokens of live frames
         self.num_live = column()  # live frames that sample
-        self.kv_end = column()  # KV written by settled frames, rejected drafts included
+        self.kv_end = column()  # where the KV of rejected drafts ends that settled frames wrote
         self.prefilling = column(np.bool_)  # no sampling frame planned yet in this epoch
         self.max_drafts = column()  # K, at most
         self.num_proposed = column()  # drafts the last sampling frame may have left for the next one
@@ -45,14 +42,17 @@ class RowTable:
         self.num_draft_tokens = column()
         self.num_accepted = column()
         # Wide columns; untouched memory costs nothing.
-        self.token_ids = np.zeros((max_rows, max_model_len), np.int32)
-        self.block_table = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
-        self.stop_ids = np.full((1, max_rows), NO_STOP, np.int32)  # [most of any request, max_rows]
+        self.block_size = block_size
+        self.blocks_per_row = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_rows, self.blocks_per_row * block_size), np.int32)
+        self.block_table = np.zeros((max_rows, self.blocks_per_row), np.int32)
         self.priority = column(np.int64)
         self.arrival = column(np.int64)
         self.states: list[RequestState | None] = [None] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._order: Int32Array | None = None
+        self._order: IndexArray | None = None
+        self._num_with_stop: dict[int, int] = {}  # stop id -> running requests that end at it
+        self._stop_ids = np.empty(0, np.int32)  # its keys, ascending
 
     def __getstate__(self) -> dict[str, Any]:
         """The wide columns only of rows that are taken: a snapshot is as large as what runs."""
@@ -83,12 +83,12 @@ class RowTable:
     def num_garbage_tokens(self) -> int:
         """KV of rejected drafts that is still in the cache, until a later step overwrites it."""
         rows = self.order()
-        return int((self.kv_end[rows] - self.num_computed[rows] + self.num_in_flight[rows]).sum())
+        return int(np.maximum(self.kv_end[rows] - self.num_computed[rows] + self.num_in_flight[rows], 0).sum())
 
-    def order(self) -> Int32Array:
-        """Running rows in (priority, arrival) order: [num_running] int32. The last is the first to go."""
+    def order(self) -> IndexArray:
+        """Running rows in (priority, arrival) order: [num_running]. The last is the first to go."""
         if self._order is None:
-            rows = np.flatnonzero(self.epoch).astype(np.int32)
+            rows = self.epoch.nonzero()[0]
             self._order = rows[np.lexsort((self.arrival[rows], self.priority[rows]))]
         return self._order
 
@@ -115,7 +115,8 @@ class RowTable:
         self.stream[row] = request.stream
         self.attempt[row] = request.attempt
         self.token_ids[row, : state.num_tokens] = state.token_ids[: state.num_tokens]
-        self._set_stop_ids(row, state.stop_ids)
+        if state.stop_ids:
+            self._count_stops(state.stop_ids, 1)
         return row
 
     def vacate(self, row: int) -> list[int]:
@@ -126,6 +127,8 @@ class RowTable:
         state.num_tokens = int(self.num_tokens[row])
         state.num_draft_tokens += int(self.num_draft_tokens[row])
         state.num_accepted_tokens += int(self.num_accepted[row])
+        if state.stop_ids:
+            self._count_stops(state.stop_ids, -1)
         blocks: list[int] = self.block_table[row, : self.num_blocks[row]].tolist()
         self.states[row] = None
         self.epoch[row] = 0
@@ -133,13 +136,24 @@ class RowTable:
         self._order = None
         return blocks
 
-    def write_tokens(self, rows: Int32Array, positions: NDArray[np.signedinteger], token_ids: Int32Array) -> None:
+    def write_tokens(self, rows: IndexArray, positions: IndexArray, token_ids: Int32Array) -> None:
         """Write tokens `[n]` at (row, position). A run that goes past the row is cut by its request's end."""
         width = self.token_ids.shape[1]
-        if len(positions) and positions.max() >= width:
+        if len(positions) and np.maximum.reduce(positions) >= width:
             inside = positions < width
             rows, positions, token_ids = rows[inside], positions[inside], token_ids[inside]
-        self.token_ids[rows, positions] = token_ids
+        self.token_ids.reshape(-1)[rows * width + positions] = token_ids
+
+    def tokens_of_blocks(self, rows: IndexArray, places: IndexArray) -> Int32Array:
+        """The tokens of the row's block at each place: [n, block_size]."""
+        return self.token_ids.reshape(-1, self.block_size).take(rows * self.blocks_per_row + places, axis=0)
+
+    def may_stop(self, token_ids: Int32Array) -> IndexArray:
+        """Where a token is a stop id of some running request; whether of its own is for `first_stop` to say."""
+        if not self._num_with_stop:
+            return np.empty(0, np.intp)
+        found = self._stop_ids[self._stop_ids[:-1].searchsorted(token_ids)]
+        return (found == token_ids).nonzero()[0]
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         """Lengthen one row's block table."""
@@ -147,10 +161,12 @@ class RowTable:
         self.block_table[row, start : start + len(blocks)] = blocks
         self.num_blocks[row] = start + len(blocks)
 
-    def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
-        most = len(self.stop_ids)
-        if len(stop_ids) > most:
-            more = np.full((len(stop_ids) - most, self.max_rows), NO_STOP, np.int32)
-            self.stop_ids = np.concatenate((self.stop_ids, more))
-        self.stop_ids[:, row] = NO_STOP
-        self.stop_ids[: len(stop_ids), row] = stop_ids
+    def _count_stops(self, stop_ids: tuple[int, ...], change: int) -> None:
+        counts = self._num_with_stop
+        num_before = len(counts)
+        for stop_id in stop_ids:
+            counts[stop_id] = counts.get(stop_id, 0) + change
+            if counts[stop_id] == 0:
+                del counts[stop_id]
+        if len(counts) != num_before:
+            self._stop_ids = np.array(sorted(counts), np.int32)

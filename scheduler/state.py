@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scheduler.blocks import BlockPool, root_digest
 from scheduler.events import SchedulerConfig, WorkerUp
 from scheduler.request import FinishReason, Request
-from scheduler.step import Int32Array, StepPlan, StepResult
+from scheduler.step import IndexArray, Int32Array, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from scheduler.rows import RowTable
@@ -104,13 +104,13 @@ class Step:
     plan: StepPlan
     sent_ns: int
     kind: NDArray[np.int8]
-    index_of_row: Int32Array  # [max_rows] index of the worker's row in this step, -1: not planned
+    rows: IndexArray  # plan.rows
     num_converted: int = 0  # rows that are no longer live
 
-    def index_of(self, row: int, epoch: int) -> int | None:
-        """Index of an epoch's frame in this step; the row may be another epoch's by now."""
-        index = int(self.index_of_row[row])
-        return index if index >= 0 and self.plan.epochs[index] == epoch else None
+    def index_of(self, epoch: int) -> int | None:
+        """Index of an epoch's frame in this step."""
+        found = (self.plan.epochs == epoch).nonzero()[0]
+        return int(found[0]) if len(found) else None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -130,20 +130,20 @@ class Counters:
     step_time: DurationCounter = field(default_factory=DurationCounter)
     idle_time: DurationCounter = field(default_factory=DurationCounter)
 
-    def count_acceptance(self, num_verified: Int32Array, num_accepted: Int32Array) -> None:
-        """Rows that verified at least one draft: [n] int32 each. A row without drafts counts nowhere."""
-        drafted = num_verified > 0
-        num_accepted = num_accepted[drafted]
-        self.num_drafts += len(num_accepted)
-        self.num_draft_tokens += int(num_verified.sum())
-        self.num_accepted_tokens += int(num_accepted.sum())
-        if len(num_accepted) == 0:
-            return
-        histogram = np.bincount(num_accepted, minlength=int(num_verified.max()) + 1)
+    def count_acceptance(self, num_verified: Int32Array, num_accepted: Int32Array) -> bool:
+        """Rows of a result: [n] int32 each. A row without drafts counts nowhere; False if there is no other."""
+        num_drafts = np.count_nonzero(num_verified)
+        if num_drafts == 0:
+            return False
+        self.num_drafts += num_drafts
+        self.num_draft_tokens += int(np.add.reduce(num_verified))
+        histogram = np.bincount(num_accepted, minlength=int(np.maximum.reduce(num_verified)) + 1)
         reached = histogram[::-1].cumsum()[::-1][1:]  # position i was accepted if A > i
+        self.num_accepted_tokens += int(np.add.reduce(reached))
         if len(reached) > len(self.accepted_per_pos):
             self.accepted_per_pos = np.pad(self.accepted_per_pos, (0, len(reached) - len(self.accepted_per_pos)))
         self.accepted_per_pos[: len(reached)] += reached
+        return True
 
 
 def count_by(counter: dict[str, int], reason: str, amount: int = 1) -> None:

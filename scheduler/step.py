@@ -15,6 +15,7 @@ from scheduler.request import SamplingParams
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
+IndexArray = NDArray[np.intp]  # what numpy indexes with as it is; other integers cost it three times as much
 
 
 def empty_int32() -> Int32Array:

@@ -51,7 +51,7 @@ def test_tokens_and_blocks_go_back_with_the_request() -> None:
     row = seat(table, state, 1)
     table.append_blocks(row, [7, 3])
     table.append_blocks(row, [5])
-    table.write_tokens(np.array([row, row], np.int32), np.array([8, 9]), np.array([41, 42], np.int32))
+    table.write_tokens(np.array([row, row]), np.array([8, 9]), np.array([41, 42], np.int32))
     table.num_tokens[row] = 10
     table.num_draft_tokens[row], table.num_accepted[row] = 6, 2
     assert table.vacate(row) == [7, 3, 5]
@@ -82,20 +82,23 @@ def test_next_tenant_starts_from_nothing() -> None:
 def test_run_past_the_model_length_is_cut_where_the_row_ends() -> None:
     """A worker's last run may be longer than what is left."""
     table = RowTable(2, 16, 4)
-    rows = np.array([0, 0, 0, 1], np.int32)
+    rows = np.array([0, 0, 0, 1])
     table.write_tokens(rows, np.array([14, 15, 16, 3]), np.array([1, 2, 3, 4], np.int32))
     assert table.token_ids[0, 14:].tolist() == [1, 2]
     assert table.token_ids[1, 3] == 4
 
 
-def test_stop_ids_widen_for_the_request_with_the_most() -> None:
-    """Rows with fewer match nothing else."""
+def test_stop_ids_are_those_of_the_running_requests() -> None:
+    """Whichever row they belong to; an id shared by two stays until both are gone."""
     table = RowTable(3, 64, 4)
+    tokens = np.array([9, 2, 5, 1, 6, 2, 7, 0], np.int32)
+    assert table.may_stop(tokens).tolist() == []
     seat(table, state_of("r0", sampling=SamplingParams(eos_token_ids=(2,))), 1)
-    seat(table, state_of("r1", sampling=SamplingParams(stop_token_ids=(5, 6, 7))), 2)
+    assert table.may_stop(tokens).tolist() == [1, 5]
+    seat(table, state_of("r1", sampling=SamplingParams(eos_token_ids=(2,), stop_token_ids=(7, 6))), 2)
     seat(table, state_of("r2"), 3)
-    columns = table.stop_ids[:, :3].T.tolist()
-    assert [sorted(token for token in column if token >= 0) for column in columns] == [[2], [5, 6, 7], []]
+    assert table.may_stop(tokens).tolist() == [1, 4, 5, 6]
+    table.vacate(0)
+    assert table.may_stop(tokens).tolist() == [1, 4, 5, 6]
     table.vacate(1)
-    assert seat(table, state_of("r3", sampling=SamplingParams(stop_token_ids=(9,))), 4) == 1
-    assert sorted(token for token in table.stop_ids[:, 1].tolist() if token >= 0) == [9]
+    assert table.may_stop(tokens).tolist() == []
