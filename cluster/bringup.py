@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cluster.config import ServeConfig
 from cluster.errors import BringUpError, ConfigError
 from cluster.front_actor import FrontEndActor, FrontEndSpec
+from cluster.grpc_link import GrpcTransport, GrpcWorkerPort
 from cluster.joined_ray import RESOURCE, JoinedRay
 from cluster.link import RayWorkerPort, one_line
 from cluster.listening import metrics_config, server_config
@@ -161,6 +162,7 @@ class Deployment:
         return self._create(
             WorkerActor,
             spec,
+            GrpcTransport() if self.config.transport == "grpc" else None,
             name=spec.worker_id,
             num_cpus=1,
             num_gpus=1 if spec.device == "cuda" else 0,
@@ -174,7 +176,8 @@ class Deployment:
         self, workers: "dict[str, ActorHandle[WorkerActor]]", traits: list[WorkerTraits]
     ) -> "ActorHandle[SchedulerActor]":
         config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
-        ports = {worker_id: RayWorkerPort(worker) for worker_id, worker in workers.items()}
+        port = GrpcWorkerPort if self.config.transport == "grpc" else RayWorkerPort
+        ports = {worker_id: port(worker_id) for worker_id in workers}
         liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
         scheduler = self._create(
             SchedulerActor,

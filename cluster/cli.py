@@ -81,6 +81,7 @@ def serve(
     record_events: Annotated[int, typer.Option(help="Scheduler events kept for `record`; 0: none.")] = 0,
     num_front_ends: Annotated[int, typer.Option(help="On ports counted up from --port.")] = DEFAULTS.num_front_ends,
     address: Annotated[str | None, typer.Option(help="HOST:PORT or auto: join this running Ray cluster.")] = None,
+    transport: Annotated[str, typer.Option(help="To workers: ray (actor calls) or grpc.")] = DEFAULTS.transport,
     worker_down_after_s: Annotated[
         float, typer.Option(help="Silence after which a worker is lost.")
     ] = DEFAULTS.worker_down_after_s,

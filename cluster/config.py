@@ -14,6 +14,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "cpu", "triton")
 POLICIES = ("fcfs", "priority")
+TRANSPORTS = ("ray", "grpc")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_STEPS_IN_FLIGHT = 4
 MAX_DRAFTS = 64
@@ -98,6 +99,7 @@ class ServeConfig:
     record_events: int = 0  # length of the scheduler's log; 0: none
     address: str | None = None  # of a running Ray cluster to join; None: one of this machine alone
     num_front_ends: int = 1
+    transport: str = "ray"  # of steps between the scheduler and its workers
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
 
@@ -141,6 +143,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "attention": ATTENTIONS,
     "scheduling_policy": POLICIES,
     "block_size": BLOCK_SIZES,
+    "transport": TRANSPORTS,
 }
 RANGES: dict[str, tuple[float, float | None]] = {
     "max_model_len": (2, None),

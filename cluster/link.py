@@ -1,5 +1,7 @@
 """Ray's transport: the ports through which the scheduler, its workers and its front ends reach each other.
 
+Actors are found by their names, so that a scheduler which Ray restarts can do so without whoever started it.
+
 A failed call means "unknown", never "not done": what happened is decided by sessions, sequence
 numbers and epochs on both sides.
 """
@@ -10,6 +12,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
@@ -18,7 +21,7 @@ from scheduler.actor import SchedulerActor, StepRaised, WorkerUnreachable
 from scheduler.events import Command, WorkerUp
 from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
-from worker.actor import WorkerActor, pack, unpack
+from worker.actor import Registered, WorkerActor, WorkerTraits, pack, unpack
 from worker.session import StaleSession
 
 Answer = TypeVar("Answer")
@@ -31,28 +34,27 @@ SCHEDULER_LOST_AFTER_S = 30.0  # unreachable for so long
 class RayWorkerPort:
     """The scheduler's way to a worker: a scheduler.actor.WorkerPort."""
 
-    def __init__(self, actor: "ActorHandle[WorkerActor]") -> None:
-        self._actor = actor
+    def __init__(self, name: str) -> None:
+        """Of the actor, in the caller's namespace."""
+        self._name = name
+        self._found: ActorHandle[WorkerActor] | None = None
 
     async def register(self, session: int) -> WorkerUp:
         """Begin a session. Raises WorkerUnreachable, also for a model that does not load."""
+        return worker_up((await self.registered(session)).traits, session)
+
+    async def registered(self, session: int) -> Registered:
+        """The worker's own answer to a registration. Raises WorkerUnreachable."""
         try:
-            traits = await self._actor.register.remote(session)
+            registered: Registered = await self._actor().register.remote(session)
         except RayError as error:
             raise WorkerUnreachable(one_line(error)) from error
-        return WorkerUp(
-            worker_id=traits.worker_id,
-            session=session,
-            num_blocks=traits.num_blocks,
-            max_num_seqs=traits.max_num_seqs,
-            max_drafts=traits.max_drafts,
-            fingerprint=traits.fingerprint,
-        )
+        return registered
 
     async def step(self, plan: StepPlan) -> Sequence[StepResult]:
         """Raises WorkerUnreachable or StepRaised."""
         try:
-            packed: bytes = await self._actor.step.remote(pack(plan))
+            packed: bytes = await self._actor().step.remote(pack(plan))
         except RayTaskError as error:
             if isinstance(error.cause, StaleSession):
                 raise WorkerUnreachable(one_line(error)) from error
@@ -65,10 +67,18 @@ class RayWorkerPort:
     async def health(self) -> int | None:
         """The session the worker is in. Raises WorkerUnreachable."""
         try:
-            session: int | None = await self._actor.health.remote()
+            session: int | None = await self._actor().health.remote()
         except RayError as error:
             raise WorkerUnreachable(one_line(error)) from error
         return session
+
+    def _actor(self) -> "ActorHandle[WorkerActor]":
+        if self._found is None:
+            try:
+                self._found = ray.get_actor(self._name)
+            except ValueError as error:
+                raise WorkerUnreachable(f"there is no actor {self._name}") from error
+        return self._found
 
 
 class DeliveryActor(Protocol):
@@ -157,6 +167,18 @@ class RaySchedulerLink:
                     front_end.scheduler_lost(f"the scheduler is lost: {error}")
                     return
             await asyncio.sleep(SCHEDULER_HEARTBEAT_S)
+
+
+def worker_up(traits: WorkerTraits, session: int) -> WorkerUp:
+    """The event that says so: this worker has begun this session."""
+    return WorkerUp(
+        worker_id=traits.worker_id,
+        session=session,
+        num_blocks=traits.num_blocks,
+        max_num_seqs=traits.max_num_seqs,
+        max_drafts=traits.max_drafts,
+        fingerprint=traits.fingerprint,
+    )
 
 
 async def _answered(answer: Coroutine[object, object, Answer]) -> Answer:

@@ -1,4 +1,4 @@
-"""Generates the stubs of slipstream.proto: `python -m protos.generate [DIRECTORY]`.
+"""Generates the stubs of the wires: `python -m protos.generate [DIRECTORY]`.
 
 Runs protoc from the repository root with -I., so that stubs say `from protos import ...`.
 """
@@ -8,14 +8,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STUBS = ("protos/slipstream_pb2.py", "protos/slipstream_pb2.pyi", "protos/slipstream_pb2_grpc.py")
+KINDS = {"slipstream": ("python", "pyi", "grpc_python"), "worker": ("python", "pyi")}
+STUBS = (
+    *("protos/slipstream_pb2.py", "protos/slipstream_pb2.pyi", "protos/slipstream_pb2_grpc.py"),
+    *("protos/worker_pb2.py", "protos/worker_pb2.pyi"),
+)
 
 
 def generate(directory: Path) -> None:
     """Writes STUBS under `directory`. Raises CalledProcessError when protoc finds a fault."""
-    outputs = [f"--{kind}_out={directory}" for kind in ("python", "pyi", "grpc_python")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, "protos/slipstream.proto"]
-    subprocess.run(command, cwd=ROOT, check=True)
+    for name, kinds in KINDS.items():
+        outputs = [f"--{kind}_out={directory}" for kind in kinds]
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, f"protos/{name}.proto"]
+        subprocess.run(command, cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,16 @@ def model(directory: Path) -> Model:
     return reference_model(directory)
 
 
-@pytest.fixture(scope="module")
-def deployment(directory: Path) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=["ray", "grpc"])
+def deployment(request: pytest.FixtureRequest, directory: Path) -> Iterator[Deployment]:
     config = ServeConfig(
-        data_parallel_size=2, port=0, max_num_seqs=8, num_gpu_blocks_override=32, max_num_batched_tokens=48, threads=1
+        data_parallel_size=2,
+        port=0,
+        max_num_seqs=8,
+        num_gpu_blocks_override=32,
+        max_num_batched_tokens=48,
+        threads=1,
+        transport=request.param,
     )
     with deployed(config, directory) as deployment:
         yield deployment

@@ -2,17 +2,23 @@
 
 import asyncio
 import random
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pytest
 
+from cluster.grpc_link import Connection, GrpcTransport
 from scheduler.actor import Liveness, SchedulerActor, StepRaised, WorkerUnreachable
 from scheduler.events import Command, EmitTokens, FinishRequest, RejectRequest, SchedulerConfig, WorkerUp
 from scheduler.request import FinishReason, Request, SamplingParams
 from scheduler.step import StepPlan, StepResult
+from tests.certificates import Authority
 from tests.simulate.toy import chain, next_token
 from tests.simulate.worker import Faults, ShadowWorker
 from worker.session import SessionQueue, StaleSession, StepError
@@ -20,6 +26,7 @@ from worker.session import SessionQueue, StaleSession, StepError
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 MAX_DRAFTS = 3
+BUDGET = 64  # tokens of one step
 Value = TypeVar("Value")
 
 
@@ -43,7 +50,7 @@ class ToyWorkerPort:
         self.alive = True
 
     async def register(self, session: int) -> WorkerUp:
-        await self._reach()
+        await self.reach()
         self._queue.begin(session)
         self._session = session
         self.num_sessions += 1
@@ -52,22 +59,30 @@ class ToyWorkerPort:
         )
 
     async def step(self, plan: StepPlan) -> Sequence[StepResult]:
-        await self._reach()
-        if self.fail_at == plan.step_seq:
-            self.fail_at = None
-            raise StepRaised("out of luck")
+        await self.reach()
         try:
-            return self._queue.offer(plan)
+            return self.offer(plan)
         except StaleSession as error:
             raise WorkerUnreachable(str(error)) from error
         except StepError as error:
             raise StepRaised(str(error)) from error
 
     async def health(self) -> int | None:
-        await self._reach()
+        await self.reach()
         return self._session
 
-    async def _reach(self) -> None:
+    def offer(self, plan: StepPlan) -> list[StepResult]:
+        """What the worker's own process does with a plan."""
+        if self.fail_at == plan.step_seq:
+            self.fail_at = None
+            raise StepError(plan.session, plan.step_seq, "out of luck")
+        return self._queue.offer(plan)
+
+    @property
+    def session(self) -> int | None:
+        return self._session
+
+    async def reach(self) -> None:
         await asyncio.sleep(0)
         await self.running.wait()
         if not self.alive:
@@ -81,12 +96,57 @@ class ToyWorkerPort:
             max_num_seqs=8,
             max_drafts=MAX_DRAFTS,
             drop_last_hit_block=False,
-            max_num_batched_tokens=64,
+            max_num_batched_tokens=BUDGET,
             faults=Faults(),
             rng=random.Random(0),
             salts=defaultdict(int),
             poisoned=set(),
         )
+
+
+class GrpcToyPort:
+    """The same worker behind the gRPC transport: registered as Ray would, its plans and answers on a stream."""
+
+    def __init__(self, toy: ToyWorkerPort) -> None:
+        self._toy = toy
+        self._transport = GrpcTransport()
+        self._endpoint = self._transport.listen(Process(toy), "127.0.0.1")
+        self.connection: Connection | None = None
+
+    async def register(self, session: int) -> WorkerUp:
+        worker_up = await self._toy.register(session)
+        await self.close()
+        self.connection = Connection(self._endpoint)
+        return worker_up
+
+    async def step(self, plan: StepPlan) -> Sequence[StepResult]:
+        await self._toy.reach()
+        assert self.connection is not None
+        return await self.connection.step(plan)
+
+    async def health(self) -> int | None:
+        await self._toy.reach()
+        assert self.connection is not None
+        return await self.connection.health()
+
+    async def close(self) -> None:
+        if self.connection is not None:
+            await self.connection.close()
+
+
+class Process:
+    """A worker.actor.PlanTaker: the toy as the thread of a stream sees it."""
+
+    def __init__(self, toy: ToyWorkerPort) -> None:
+        self._toy = toy
+        self._turn = threading.Lock()
+
+    def offer(self, plan: StepPlan) -> list[StepResult]:
+        with self._turn:
+            return self._toy.offer(plan)
+
+    def current_session(self) -> int | None:
+        return self._toy.session
 
 
 class Inbox:
@@ -155,12 +215,17 @@ def expected(asked: Request) -> list[int]:
 class World:
     """One life of the scheduler, its two workers and one front end."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: str) -> None:
         self.workers = {worker_id: ToyWorkerPort(worker_id) for worker_id in ("a", "b")}
         self.inbox = Inbox()
+        self.ports: dict[str, GrpcToyPort] = {}
+        if transport == "grpc":
+            self.ports = {worker_id: GrpcToyPort(worker) for worker_id, worker in self.workers.items()}
         self.scheduler = SchedulerActor(
-            SchedulerConfig(block_size=BLOCK_SIZE, max_model_len=128, max_drafts=MAX_DRAFTS, max_steps_in_flight=2),
-            self.workers,
+            SchedulerConfig(
+                block_size=BLOCK_SIZE, max_model_len=128, max_drafts=MAX_DRAFTS, max_num_batched_tokens=BUDGET
+            ),
+            self.ports or self.workers,
             Liveness(heartbeat_s=0.01, worker_down_after_s=0.1, tick_s=0.005),
         )
 
@@ -174,12 +239,14 @@ class World:
             assert self.inbox.finished[one.stream].reason is FinishReason.LENGTH
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
+@pytest.fixture(params=["calls", "grpc"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    world = World(request.param)
     await world.scheduler.connect("front", world.inbox)
     yield world
     await world.scheduler.stop()
+    for port in world.ports.values():
+        await port.close()
 
 
 async def test_requests_stream_from_two_workers_in_order(world: World) -> None:
@@ -221,6 +288,63 @@ async def test_a_failed_step_ends_its_session_alone(world: World) -> None:
         await world.scheduler.submit(one, None)
     await world.finish(*asked)
     await until(lambda: max(worker.num_sessions for worker in world.workers.values()) == 2)
+
+
+async def test_a_broken_stream_is_opened_again_within_its_session() -> None:
+    world = World("grpc")
+    await world.scheduler.connect("front", world.inbox)
+    await until(lambda: {worker.num_sessions for worker in world.workers.values()} == {1})
+    asked = [request(stream, max_tokens=100) for stream in range(4)]
+    for one in asked:
+        await world.scheduler.submit(one, None)
+
+    def fewest() -> int:
+        return min(len(world.inbox.token_ids.get(one.stream, ())) for one in asked)
+
+    for num_tokens in (10, 30, 60):
+        await until(partial(lambda least: fewest() >= least, num_tokens))
+        for port in world.ports.values():
+            assert port.connection is not None
+            port.connection.break_stream()
+    await world.finish(*asked)
+    assert {worker.num_sessions for worker in world.workers.values()} == {1}
+    await world.scheduler.stop()
+    for port in world.ports.values():
+        await port.close()
+
+
+async def test_a_worker_hears_nobody_without_its_secret() -> None:
+    toy = ToyWorkerPort("a")
+    await toy.register(7)
+    transport = GrpcTransport()
+    endpoint = transport.listen(Process(toy), "127.0.0.1")
+    knows, guesses = Connection(endpoint), Connection(replace(endpoint, secret="0" * 64))
+    assert await knows.health() == 7
+    with pytest.raises(WorkerUnreachable, match="UNAUTHENTICATED"):
+        await guesses.health()
+    with pytest.raises(WorkerUnreachable, match="UNAUTHENTICATED"):
+        await guesses.step(StepPlan(session=7, step_seq=0, acknowledged=-1))
+    for connection in (knows, guesses):
+        await connection.close()
+
+
+async def test_ray_s_certificates_guard_the_stream_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = ToyWorkerPort("a")
+    await toy.register(7)
+    authority, transport = Authority(tmp_path), GrpcTransport()
+    pair = authority.issue()
+    settings = {"USE_TLS": "1", "TLS_SERVER_CERT": pair.cert, "TLS_SERVER_KEY": pair.key, "TLS_CA_CERT": authority.ca}
+    with monkeypatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(f"RAY_{name}", str(value))
+        endpoint = transport.listen(Process(toy), "127.0.0.1")
+        connection = Connection(endpoint)
+    assert await connection.health() == 7
+    plain = Connection(endpoint)
+    with pytest.raises(WorkerUnreachable, match="UNAVAILABLE"):
+        await plain.health()
+    for one in (connection, plain):
+        await one.close()
 
 
 async def test_a_deadline_ends_a_request_in_the_core(world: World) -> None:

@@ -1,19 +1,22 @@
 """The Ray actor around one worker: a model, its runner and its queue.
 
 Builds itself on the first registration, so that a process Ray restarted comes back by itself.
-Every call but `health` runs on the one thread of the default group, in the order it was sent;
-`health` has a thread of its own and answers during a step. Knows no scheduler, only plans.
+Plans come by Ray's calls, or by a transport of another kind that listens in this process; one is carried
+out at a time. `health` has a thread of its own and answers during a step. Knows no scheduler, only plans.
 """
 
 import os
 import pickle
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import ray
+from ray.util import get_node_ip_address
 
-from worker.session import SessionQueue, StepError
+from scheduler.step import StepPlan, StepResult
+from worker.session import SessionQueue, StaleSession, StepError
 
 if TYPE_CHECKING:
     from worker.drafter import Drafter
@@ -67,6 +70,41 @@ class WorkerTraits:
     complaints: tuple[str, ...]  # what makes a row's numbers depend on its company here; empty: nothing does
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a worker's process listens, and what it must be told by whoever calls."""
+
+    address: str  # HOST:PORT
+    secret: str
+
+
+class Registered(NamedTuple):
+    """The answer to a registration."""
+
+    traits: WorkerTraits
+    endpoint: Endpoint | None  # of this process's transport; None: Ray's calls
+
+
+class PlanTaker(Protocol):
+    """What a transport reaches: a worker, from any thread."""
+
+    def offer(self, plan: StepPlan) -> list[StepResult]:
+        """The results this plan released. Raises worker.session.StaleSession or StepError."""
+        ...
+
+    def current_session(self) -> int | None:
+        """The session the worker is in, answered even during a step."""
+        ...
+
+
+class Transport(Protocol):
+    """Another way to a worker than Ray's calls. A value that travels; it listens where the worker is."""
+
+    def listen(self, worker: PlanTaker, host: str) -> Endpoint:
+        """Answer calls from now on, until the process ends."""
+        ...
+
+
 class StepRefused(RuntimeError):
     """A whole step failed, now or earlier in its session. One message only, so that it travels."""
 
@@ -74,8 +112,11 @@ class StepRefused(RuntimeError):
 class WorkerActor:
     """One worker. `worker.session.SessionQueue` keeps the order, `worker.runner.Runner` does the work."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, transport: Transport | None = None) -> None:
         self._spec = spec
+        self._transport = transport
+        self._endpoint: Endpoint | None = None
+        self._turn = threading.Lock()
         self._session: int | None = None
         self._traits: WorkerTraits | None = None
         self._queue: SessionQueue | None = None
@@ -87,25 +128,37 @@ class WorkerActor:
             self._queue = SessionQueue(runner)
         return self._traits
 
-    def register(self, session: int) -> WorkerTraits:
+    def register(self, session: int) -> Registered:
         """Begin a session with an empty pool; whatever was queued for an older one is forgotten."""
-        traits = self.load()
-        assert self._queue is not None
-        self._queue.begin(session)
-        self._session = session
-        return traits
+        with self._turn:
+            traits = self.load()
+            assert self._queue is not None
+            self._queue.begin(session)
+            self._session = session
+        if self._transport is not None and self._endpoint is None:
+            self._endpoint = self._transport.listen(self, get_node_ip_address())
+        return Registered(traits, self._endpoint)
 
     def step(self, packed: bytes) -> bytes:
         """A packed StepPlan; the packed list of StepResults it released.
 
         Raises worker.session.StaleSession or StepRefused.
         """
-        if self._queue is None:
-            raise StepRefused(f"worker {self._spec.worker_id} was restarted and has not registered")
         try:
-            return pack(self._queue.offer(unpack(packed)))
+            return pack(self.offer(unpack(packed)))
         except StepError as error:
             raise StepRefused(str(error)) from error
+
+    def offer(self, plan: StepPlan) -> list[StepResult]:
+        """The results this plan released. Raises worker.session.StaleSession or StepError."""
+        if self._queue is None:
+            raise StaleSession(f"worker {self._spec.worker_id} was restarted and has not registered")
+        with self._turn:
+            return self._queue.offer(plan)
+
+    def current_session(self) -> int | None:
+        """The session this process is in."""
+        return self._session
 
     @ray.method(concurrency_group=HEALTH_GROUP)
     def health(self) -> int | None:
