@@ -218,6 +218,7 @@ class Engine:
                 max_num_seqs=runner.max_num_seqs,
                 max_drafts=runner.max_drafts,
                 fingerprint=self._fingerprint,
+                drop_last_hit_block=runner.drop_last_hit_block,
             )
         )
 

@@ -14,6 +14,7 @@ from scheduler.request import FinishReason, SamplingParams
 from scheduler.step import Int32Array
 from worker.attention import KVCache
 from worker.batch import Batch
+from worker.drafter import Drafter
 from worker.model import Model, ModelConfig
 from worker.rows import RowState
 from worker.sampler import TokenLogprobs, TokenSampler, philox4x32, token_logprobs
@@ -68,7 +69,7 @@ def single_row_batch(token_ids: Sequence[int], num_computed_tokens: int, block_s
     )
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Knows how every request goes on, and spoils each draft with some probability.
 
     Whether the draft for a position is spoiled depends on (seed, request, position) alone, so it is the

@@ -397,7 +397,7 @@ def test_trap_31_acceptance_of_others_stays_when_one_request_outgrows_the_drafte
 
 
 def test_trap_33_drafts_that_were_planned_but_never_made_count_nowhere() -> None:
-    class Silent:
+    class Silent(Drafter):
         """Has no idea."""
 
         max_drafts = 4

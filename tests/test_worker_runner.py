@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 PROMPT = (5, 9, 2, 7, 7, 1)
 
 
-class ListDrafter:
+class ListDrafter(Drafter):
     """Proposes from a list, whatever the row."""
 
     def __init__(self, *token_ids: int) -> None:

@@ -406,3 +406,23 @@ def test_a_row_of_a_real_vocabulary_takes_about_a_millisecond() -> None:
         sampler.sample(logits, position)
         best = min(best, time.perf_counter() - started)
     assert best < 0.005  # 1 ms on an idle machine; tests share theirs
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_drafter_with_the_target_s_logits_drafts_what_the_target_samples(name: str) -> None:
+    sampler = sampler_of(replace(SETTINGS[name], seed=11))
+    everything = np.arange(VOCAB)
+    for position in range(6, 60):
+        token_id = sampler.sample(LOGITS, position)
+        assert sampler.draft(LOGITS, position) == token_id
+        assert sampler.draft(LOGITS, position, everything) == token_id
+
+
+def test_a_drafter_of_few_tokens_drafts_one_of_them_and_not_a_held_back_one() -> None:
+    token_ids = np.array([0, 3, 7, 9])
+    sampler = sampler_of(SETTINGS["min_tokens"])
+    assert {sampler.draft(LOGITS[token_ids], position, token_ids) for position in range(6, 15)} <= {0, 9}
+
+
+def test_logits_that_are_not_finite_draft_nothing() -> None:
+    assert sampler_of(SETTINGS["hot"]).draft(np.full(VOCAB, np.nan, np.float32), 6) == -1

@@ -8,7 +8,7 @@ import copy
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,17 +93,24 @@ def world_of(seed: int, dtype: str, drafter: str) -> World:
 class Stage:
     """A model and the requests that worlds draw from, each with its undisturbed stream."""
 
-    def __init__(self, vocab_size: int, asks: Sequence[Ask], pooled: Callable[[int, int], Model]) -> None:
-        """pooled: the model over a new pool, from (block_size, num_blocks)."""
+    def __init__(
+        self,
+        vocab_size: int,
+        asks: Sequence[Ask],
+        pooled: Callable[[int, int], Model],
+        drafters: "Mapping[str, MakeDrafter] | None" = None,
+    ) -> None:
+        """pooled: the model over a new pool, from (block_size, num_blocks). drafters: by name, besides the usual."""
         self.vocab_size = vocab_size
         self.asks = asks
+        self.drafters = dict(drafters or {})
         self._pool = pooled
         self._pooled: dict[tuple[int, int, int], Model] = {}
 
     @classmethod
-    def of(cls, model: Model, asks: Sequence[Ask]) -> "Stage":
+    def of(cls, model: Model, asks: Sequence[Ask], drafters: "Mapping[str, MakeDrafter] | None" = None) -> "Stage":
         """Of one set of weights under many pools."""
-        return cls(model.config.vocab_size, asks, functools.partial(with_pool, model))
+        return cls(model.config.vocab_size, asks, functools.partial(with_pool, model), drafters)
 
     def model_of(self, block_size: int, num_blocks: int, worker: int) -> Model:
         """The model over a pool of its own. Pools keep what earlier worlds wrote, as a worker's do."""
@@ -129,14 +136,18 @@ def with_pool(model: Model, block_size: int, num_blocks: int) -> Model:
     return pooled
 
 
-def drafter_of(world: World, stage: Stage, wanted: dict[str, Ask]) -> Drafter | None:
+MakeDrafter = Callable[[World, Model, Drafter], Drafter]  # the last one knows the streams and spoils them
+
+
+def drafter_of(world: World, stage: Stage, wanted: dict[str, Ask], model: Model) -> Drafter | None:
     if world.num_drafts == 0:
         return None
     if world.drafter == "ngram":
         return NgramDrafter(max_drafts=world.num_drafts, prompt_lookup_min=1, prompt_lookup_max=3)
     oracle = OracleDrafter(max_drafts=world.num_drafts, vocab_size=stage.vocab_size, spoil=world.spoil, seed=world.seed)
     oracle.learn({request_id: [*ask.prompt_token_ids, *ask.stream.token_ids] for request_id, ask in wanted.items()})
-    return oracle
+    make = stage.drafters.get(world.drafter)
+    return oracle if make is None else make(world, model, oracle)
 
 
 def engine_of(world: World, stage: Stage, wanted: dict[str, Ask]) -> Engine:
@@ -146,7 +157,7 @@ def engine_of(world: World, stage: Stage, wanted: dict[str, Ask]) -> Engine:
         Runner(
             worker_id=f"worker-{index}",
             model=model,
-            drafter=drafter_of(world, stage, wanted),
+            drafter=drafter_of(world, stage, wanted, model),
             max_num_seqs=world.max_num_seqs,
             sanitizer=KVSanitizer(num_blocks, world.block_size),
             swap=lambda _weights, model=model: model,  # type: ignore[misc]

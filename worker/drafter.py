@@ -1,29 +1,74 @@
 """Drafters propose tokens for the next frame of a row. Any proposal is safe: verification alone decides.
 
-Drafters see confirmed tokens only, by true length. Knows nothing about KV, plans or sampling.
+Drafters see confirmed tokens only, by true length. Knows nothing about plans or how tokens are verified.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
-from scheduler.step import Int32Array
+import numpy as np
+import torch
+
+from scheduler.step import Int32Array, Int64Array
+from worker.batch import Batch
+from worker.frames import Frame
 from worker.rows import RowState
 
 
-class Drafter(Protocol):
-    """Proposes the next tokens of many rows at once."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class VerifiedStep:
+    """One forward of the target and what came of it. Rows know their new tokens already."""
 
-    @property
-    def max_drafts(self) -> int:
-        """The most drafts it can propose for one row."""
-        ...
+    frames: Sequence[Frame]  # in the batch's order, those that failed included
+    batch: Batch
+    states: torch.Tensor  # [num_tokens, len(state_layers) * hidden_size] of the batch's tokens
+    verify_ns: int  # the forward and sampling
 
+
+class Drafter(ABC):
+    """Proposes the next tokens of many rows at once. In each step: `observe`, then `propose`, perhaps for no row."""
+
+    max_drafts: int  # the most it can propose for one row
+    state_layers: tuple[int, ...] = ()  # layers of the target; what enters them is shown to `observe`
+    drop_last_hit_block: bool = False  # its KV at the end of a block depends on the token after it
+
+    def begin_session(self) -> None:  # noqa: B027  (most keep nothing)
+        """Forget every row."""
+
+    def forget(self, epoch: int) -> None:  # noqa: B027
+        """An epoch has left this worker."""
+
+    def observe(self, step: VerifiedStep) -> None:  # noqa: B027
+        """Look at a step that was verified."""
+
+    @abstractmethod
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         """Per row at most `num_propose` tokens that may follow its confirmed ones; empty: no idea."""
-        ...
 
 
-class NgramDrafter:
+def draft_tokens(
+    rows: Sequence[RowState], logits: torch.Tensor, positions: Sequence[int], token_ids: Int64Array | None
+) -> list[int]:
+    """Each row's guess at the token of its position, by the noise that will verify it; -1 where there is none.
+
+    logits: [len(rows), n] float32 for `token_ids` [n], or for the whole vocabulary.
+    """
+    host = logits.cpu().numpy()
+    best = host.argmax(axis=1)
+    guesses: list[int] = []
+    for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
+        assert row.sampler is not None
+        if not row.sampler.is_plain:
+            guesses.append(row.sampler.draft(host[index], position, token_ids))
+        elif not np.isfinite(host[index, best[index]]):
+            guesses.append(-1)
+        else:
+            guesses.append(int(best[index] if token_ids is None else token_ids[best[index]]))
+    return guesses
+
+
+class NgramDrafter(Drafter):
     """Prompt lookup: what followed the last tokens the last time they stood in this request."""
 
     def __init__(

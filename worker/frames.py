@@ -36,8 +36,11 @@ class Frame:
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
 
-def gather_batch(frames: Sequence[Frame], table: RowTable, device: torch.device) -> Batch:
-    """The frames as the model sees them, gathered from the table by true positions."""
+def gather_batch(frames: Sequence[Frame], table: RowTable, device: torch.device, *, ahead: int = 0) -> Batch:
+    """The frames as the model sees them, gathered from the table by true positions.
+
+    ahead: each position comes with the token that stands so many positions after it.
+    """
     rows = np.array([frame.row.row for frame in frames], np.int64)  # [num_reqs] -> permanent row
     starts = np.array([frame.start for frame in frames], np.int64)
     stops = np.array([frame.stop for frame in frames], np.int64)
@@ -50,7 +53,7 @@ def gather_batch(frames: Sequence[Frame], table: RowTable, device: torch.device)
     columns = np.arange(num_blocks.max())
     block_table = np.where(columns < num_blocks[:, None], table.block_table[rows, : len(columns)], np.int32(0))
     return Batch(
-        token_ids=_on(device, table.token_ids[token_rows, positions].astype(np.int64)),
+        token_ids=_on(device, table.token_ids[token_rows, positions + ahead].astype(np.int64)),
         positions=_on(device, positions),
         slot_mapping=_on(device, blocks * table.block_size + positions % table.block_size),
         cu_seqlens_q=_on(device, cu_seqlens_q.astype(np.int32)),

@@ -152,6 +152,11 @@ class Model:
         self._head = Linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"])
 
     @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._embedding
+
+    @property
     def linears(self) -> dict[str, Linear]:
         """Every matrix product of the model by name."""
         named = {

@@ -13,7 +13,7 @@ import torch
 
 from scheduler.step import Arrival, Int32Array, Int64Array, RowFailure, RowLogprobs, StepPlan, StepResult
 from worker.batch import Batch
-from worker.drafter import Drafter
+from worker.drafter import Drafter, VerifiedStep
 from worker.frames import Frame, gather_batch
 from worker.model import Model
 from worker.rows import RowState, RowTable
@@ -53,12 +53,19 @@ class Runner:
         """Drafts it can propose for one row; 0 without a drafter."""
         return 0 if self.drafter is None else self.drafter.max_drafts
 
+    @property
+    def drop_last_hit_block(self) -> bool:
+        """Whether the drafter's KV at the end of a prefix hit depends on the token after it."""
+        return self.drafter is not None and self.drafter.drop_last_hit_block
+
     def begin_session(self, session: int) -> None:
         """Forget every row; the pool counts as empty."""
         self._session = session
         self._next_step_seq = 0
         self._ended_ns = None
         self._rows.clear()
+        if self.drafter is not None:
+            self.drafter.begin_session()
         if self._sanitizer is not None:
             self._sanitizer.reset()
 
@@ -71,10 +78,10 @@ class Runner:
         self._next_step_seq += 1
         self._prepare(plan)
         frames = self._admit(self._frames(plan))
-        if frames:
-            self._verify(frames)
+        step = self._verify(frames, started_ns) if frames else None
         verified_ns = time.perf_counter_ns()
-        self._propose(frames)
+        if step is not None and self.drafter is not None:
+            self._propose(self.drafter, step)
         self._ended_ns = time.perf_counter_ns()
         return self._result(
             plan,
@@ -94,6 +101,8 @@ class Runner:
             self.model = self._swap(plan.weights)
         for epoch in plan.released_epochs.tolist():
             self._rows.pop(epoch, None)
+            if self.drafter is not None:
+                self.drafter.forget(epoch)
             if self._sanitizer is not None:
                 self._sanitizer.forget(epoch)
         taken = {row.row: row.epoch for row in self._rows.values()} if plan.arrivals else {}
@@ -191,16 +200,22 @@ class Runner:
         return admitted
 
     @torch.inference_mode()
-    def _verify(self, frames: list[Frame]) -> None:
+    def _verify(self, frames: list[Frame], started_ns: int) -> VerifiedStep:
         """One forward over all frames; then every frame that samples accepts what it can."""
         batch = gather_batch(frames, self._table, self.model.device)
-        hidden = self.model.forward(batch)
+        layers = () if self.drafter is None else self.drafter.state_layers
+        if layers:
+            hidden, states = self.model.forward_with_states(batch, layers)
+        else:
+            hidden = self.model.forward(batch)
+            states = hidden[:, :0]
         self._fail_poisoned(frames, hidden, batch)
         if len(batch.logits_indices):
             self._sample(frames, self.model.logits(hidden.index_select(0, batch.logits_indices)))
         for frame in frames:
             if not frame.samples and frame.row.failure is None:
                 frame.row.num_computed_tokens = frame.stop
+        return VerifiedStep(frames=frames, batch=batch, states=states, verify_ns=time.perf_counter_ns() - started_ns)
 
     def _fail_poisoned(self, frames: list[Frame], hidden: torch.Tensor, batch: Batch) -> None:
         """Rows whose hidden states are not finite fail, and leave no such KV: a masked 0 * NaN would
@@ -246,20 +261,17 @@ class Runner:
 
     # ---- draft ----
 
-    def _propose(self, frames: list[Frame]) -> None:
+    def _propose(self, drafter: Drafter, step: VerifiedStep) -> None:
         """Drafts for the next frame of every row that sampled, from its confirmed tokens."""
-        if self.drafter is None:
-            return
         rows: list[RowState] = []
         limits: list[int] = []
-        for frame in frames:
+        for frame in step.frames:
             limit = min(frame.num_propose, frame.row.end - frame.row.num_tokens - 1)
             if frame.token_ids and limit > 0:
                 rows.append(frame.row)
                 limits.append(limit)
-        if not rows:
-            return
-        for row, limit, drafts in zip(rows, limits, self.drafter.propose(rows, limits), strict=True):
+        drafter.observe(step)
+        for row, limit, drafts in zip(rows, limits, drafter.propose(rows, limits), strict=True):
             assert len(drafts) <= limit, f"{len(drafts)} drafts where {limit} were wanted"
             row.hold_drafts(_inside_vocabulary(drafts, self.model.config.vocab_size))
 

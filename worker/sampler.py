@@ -31,6 +31,7 @@ _ROUNDS = 10
 
 # gumbel = -log(-log(u)) for u in [2**-33, 1 - 2**-33]: from -3.14 to 22.88.
 _NOISE_SPAN = 26.1
+MAX_TRIED = 256  # of a drafter's tokens; the others together are hardly ever the best
 
 
 def philox4x32(
@@ -154,6 +155,7 @@ class TokenSampler:
         "_in_prompt",
         "_num_prompt_tokens",
         "_output_counts",
+        "_vocab_size",
         "is_plain",
         "sampling",
     )
@@ -164,6 +166,7 @@ class TokenSampler:
         """prompt_token_ids: [num_prompt_tokens]; output_token_ids: [num_outputs] confirmed so far."""
         self.sampling = sampling
         self._num_prompt_tokens = len(prompt_token_ids)
+        self._vocab_size = vocab_size
         self._bias_ids = _ids_inside([token_id for token_id, _ in sampling.logit_bias], vocab_size, "logit_bias")
         self._biases = np.array([bias for _, bias in sampling.logit_bias], np.float64)
         stops = sorted({*sampling.eos_token_ids, *sampling.stop_token_ids}) if sampling.min_tokens else []
@@ -203,6 +206,34 @@ class TokenSampler:
         else:
             noise = gumbel(self.sampling.seed, position, token_ids)
         return int(token_ids[np.argmax(scaled[token_ids] + noise)])
+
+    def draft(self, logits: Float32Array, position: int, token_ids: Int64Array | None = None) -> int:
+        """A guess at the token of `position` by the request's own parameters and noise; -1: the logits are no good.
+
+        logits: [n] of a drafter, for `token_ids` [n] ascending (None: the whole vocabulary). Penalties count
+        confirmed tokens only, and of many likely tokens only the likeliest are tried: a guess may be wrong.
+        """
+        if not math.isfinite(logits.max()):
+            return -1
+        processed: Float32Array | Float64Array = logits
+        if self._output_counts is not None or len(self._held_back) or len(self._bias_ids):
+            processed = self._process_some(logits, position, token_ids)
+        index = int(processed.argmax())
+        if self.sampling.temperature != 0.0 and processed[index] != -math.inf:
+            scaled = np.divide(processed, self.sampling.temperature, dtype=np.float64)
+            kept = kept_token_ids(scaled, self.sampling)
+            kept = kept[largest(scaled[kept], MAX_TRIED)]
+            noise = gumbel(self.sampling.seed, position, kept if token_ids is None else token_ids[kept])
+            index = int(kept[np.argmax(scaled[kept] + noise)])
+        return index if token_ids is None else int(token_ids[index])
+
+    def _process_some(self, logits: Float32Array, position: int, token_ids: Int64Array | None) -> Float64Array:
+        """`_process` of the logits of some tokens."""
+        if token_ids is None:
+            return self._process(logits, position).astype(np.float64)
+        whole = np.full(self._vocab_size, -np.inf, np.float32)
+        whole[token_ids] = logits
+        return self._process(whole, position)[token_ids].astype(np.float64)
 
     def _process(self, logits: Float32Array, position: int) -> Float32Array | Float64Array:
         """Logits after min_tokens, logit_bias and penalties, in vLLM's order: [vocab_size]."""

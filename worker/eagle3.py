@@ -1,0 +1,277 @@
+"""EAGLE-3 self-speculation: a one-layer head drafts from the target's own hidden states.
+
+Li, Wei, Zhang, Zhang 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test" (arXiv 2503.01840). Pair p of a row is the hidden states at position p beside the
+token at p + 1; its output predicts the token at p + 2 and stands in for the hidden states at p + 1, which
+nobody knows yet when a second token is drafted. Pair p has slot p of the target's own block table in a KV
+layer of the head's: no block is ever allocated for it. Knows nothing about plans or verification.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from worker.attention import AttentionBackend, CpuAttention, KVCache
+from worker.batch import Batch
+from worker.drafter import Drafter, VerifiedStep, draft_tokens
+from worker.eagle3_checkpoint import HeadConfig, read_head
+from worker.frames import Frame, gather_batch
+from worker.linear import Linear, padded_rows
+from worker.model import Model, RMSNorm
+from worker.rope import Rope, rotate
+from worker.rows import RowState
+from worker.weights import read_weights
+
+
+class Eagle3Head:
+    """The head's network and its layer of KV, over the slots of the target's pool."""
+
+    def __init__(self, config: HeadConfig, weights: Mapping[str, torch.Tensor], target: Model) -> None:
+        """weights: as `worker.eagle3_checkpoint.read_head` gives them, shared ones included."""
+        device, dtype, eps = target.device, target.dtype, config.rms_norm_eps
+        weights = {name: tensor.to(device, dtype) for name, tensor in weights.items() if tensor.is_floating_point()}
+        self.config, self.dtype = config, dtype
+        self.kv_cache = KVCache(
+            num_layers=1,
+            num_blocks=target.kv_cache.num_blocks,
+            block_size=target.kv_cache.block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            device=str(device),
+        )
+        self.attention = _attention(self.kv_cache, config.num_heads, target)
+        self.rope = Rope(
+            config.rope,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            max_model_len=target.max_model_len,
+            device=str(device),
+        )
+
+        def norm(name: str) -> RMSNorm | None:
+            weight = weights.get(f"{name}.weight")
+            return None if weight is None else RMSNorm(weight, eps=eps, dtype=dtype)
+
+        def product(*names: str) -> Linear:
+            biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
+            joined = torch.cat([weights[f"{name}.weight"] for name in names])
+            return Linear(joined, torch.cat(biases) if biases else None)
+
+        def needed(name: str) -> RMSNorm:
+            found = norm(name)
+            assert found is not None, name
+            return found
+
+        self._embedding = weights["embed_tokens.weight"]
+        self._states_norm = norm("input_norm")
+        self._state_norms = [needed(f"fc_norm.{i}") for i in range(config.num_states)] if config.fc_norm else []
+        self._fc = product("fc")
+        self._embedding_norm, self._hidden_norm = needed("layers.0.input_layernorm"), needed("layers.0.hidden_norm")
+        self._qkv = product(*(f"layers.0.self_attn.{name}_proj" for name in "qkv"))
+        self._query_norm, self._key_norm = norm("layers.0.self_attn.q_norm"), norm("layers.0.self_attn.k_norm")
+        self._output = product("layers.0.self_attn.o_proj")
+        self._mlp_norm = needed("layers.0.post_attention_layernorm")
+        self._gate_up = product("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")
+        self._down = product("layers.0.mlp.down_proj")
+        self._norm, self._head = needed("norm"), product("lm_head")
+
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states [n, num_states * target_hidden_size] as what the layer reads: [n, hidden_size]."""
+        if self._states_norm is not None:
+            states = self._states_norm(states)
+        if self._state_norms:
+            parts = states.chunk(self.config.num_states, -1)
+            states = torch.cat([norm(part) for norm, part in zip(self._state_norms, parts, strict=True)], -1)
+        return self._fc(states)
+
+    def forward(self, features: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """One pair per token of the batch; [n, hidden_size] features of the next position. Writes the head's KV."""
+        num_tokens = batch.token_ids.shape[0]
+        padding = padded_rows(num_tokens) - num_tokens
+        self.attention.prepare(batch)
+        cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
+        embedded = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding)
+        features = F.pad(features, (0, 0, 0, padding))
+        normed = self._hidden_norm(features)
+        residual = (normed if self.config.norm_before_residual else features).float()
+        qkv = self._qkv(torch.cat((self._embedding_norm(embedded), normed), -1))
+        residual = residual + self._output(self._attend(qkv, cos, sin, batch))
+        gate, up = self._gate_up(self._mlp_norm(residual)).chunk(2, -1)
+        residual = residual + self._down(F.silu(gate) * up)
+        return residual[:num_tokens].to(self.dtype)
+
+    def _attend(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
+        rows, num_tokens, config = len(qkv), batch.token_ids.shape[0], self.config
+        # What is not finite must not stay in a slot: a masked 0 * NaN would poison the block's next owner.
+        heads = qkv.nan_to_num_().view(rows, -1, config.head_dim)
+        query, key, value = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
+        if self._query_norm is not None and self._key_norm is not None:
+            query, key = self._query_norm(query), self._key_norm(key)
+        query, key = rotate(query, cos, sin)[:num_tokens], rotate(key, cos, sin)[:num_tokens]
+        out = self.attention(query, key, value[:num_tokens], 0, batch).reshape(num_tokens, -1)
+        return F.pad(out, (0, 0, 0, rows - num_tokens))
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """[n, draft_vocab_size] float32 of what `forward` gave."""
+        return self._head(self._norm(features)).float()
+
+    def next_features(self, features: torch.Tensor) -> torch.Tensor:
+        """What stands in for the hidden states of the next position."""
+        return self._norm(features) if self.config.norm_output else features
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Verified positions of one row whose pairs are not in the head's KV yet."""
+
+    row: RowState
+    start: int  # the first of them
+    stop: int
+    states: list[torch.Tensor] = field(default_factory=list)  # [stop - start] rows in all
+
+
+class Eagle3Drafter(Drafter):
+    """Drafts with a head. Its KV at verified positions comes from true hidden states only.
+
+    Pairs are computed when the row drafts, or when a block of it is full: a block that others may find in the
+    prefix cache is whole in the head's layer too, except for its last pair, which depends on the next token.
+    """
+
+    drop_last_hit_block = True
+
+    def __init__(self, head: Eagle3Head, *, max_drafts: int, max_model_len: int | None = None) -> None:
+        """max_model_len: no drafts at or past this position."""
+        if max_drafts < 1:
+            raise ValueError(f"num_speculative_tokens is {max_drafts}, must be at least 1")
+        self.max_drafts = max_drafts
+        self.state_layers = head.config.state_layers
+        self._head = head
+        self._block_size = head.kv_cache.block_size
+        self._max_model_len = max_model_len
+        self._waiting: dict[int, Waiting] = {}  # by epoch
+        self._due: dict[int, None] = {}  # epochs whose pairs must not wait any longer
+
+    def begin_session(self) -> None:
+        """Forget every row."""
+        self._waiting.clear()
+        self._due.clear()
+
+    def forget(self, epoch: int) -> None:
+        """An epoch has left this worker."""
+        self._waiting.pop(epoch, None)
+        self._due.pop(epoch, None)
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Keep the true hidden states of every position that was verified."""
+        first = 0
+        for frame in step.frames:
+            row, start = frame.row, first
+            first += frame.stop - frame.start
+            if row.failure is not None:
+                self.forget(row.epoch)
+                continue
+            waiting = self._waiting.get(row.epoch)
+            if waiting is None:
+                waiting = self._waiting[row.epoch] = Waiting(row, frame.start, frame.start)
+            assert waiting.stop == frame.start, f"states of {waiting.stop}, then of {frame.start}"
+            waiting.states.append(step.states[start : start + row.num_computed_tokens - frame.start])
+            waiting.stop = row.num_computed_tokens
+            if waiting.start // self._block_size != waiting.stop // self._block_size:
+                self._due[row.epoch] = None
+
+    @torch.inference_mode()
+    def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
+        """Per row at most `num_propose` tokens."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        limits = [self._limit(row, wanted) for row, wanted in zip(rows, num_propose, strict=True)]
+        drafting = [index for index, limit in enumerate(limits) if limit > 0]
+        writing = [self._waiting[rows[index].epoch] for index in drafting]
+        epochs = {waiting.row.epoch for waiting in writing}
+        writing += [self._waiting[epoch] for epoch in self._due if epoch not in epochs]
+        self._due.clear()
+        if not writing:
+            return drafts
+        features = self._write(writing)[: len(drafting)]
+        step = 0
+        while drafting:
+            asked = [rows[index] for index in drafting]
+            positions = [row.num_tokens + step for row in asked]
+            sampled = draft_tokens(asked, self._head.logits(features), positions, self._head.config.token_ids)
+            kept = []
+            for place, (index, token_id) in enumerate(zip(drafting, sampled, strict=True)):
+                if token_id >= 0:
+                    drafts[index].append(token_id)
+                    if len(drafts[index]) < limits[index]:
+                        kept.append(place)
+            drafting = [drafting[place] for place in kept]
+            step += 1
+            if drafting:
+                pairs = [(rows[index], drafts[index][-1]) for index in drafting]
+                features = self._head.next_features(features[kept])
+                features = self._head.forward(features, self._step_batch(pairs, step))
+        return drafts
+
+    def _limit(self, row: RowState, wanted: int) -> int:
+        """Drafts for a row: the last one but one is fed to the head and needs a slot."""
+        limit = min(wanted, self.max_drafts, row.num_blocks * self._block_size - row.num_tokens + 2)
+        return limit if self._max_model_len is None else min(limit, self._max_model_len - row.num_tokens)
+
+    def _write(self, writing: Sequence[Waiting]) -> torch.Tensor:
+        """Write the pairs that waited; [len(writing), hidden_size] of the last pair of each row."""
+        table = writing[0].row.table
+        frames = [
+            Frame(
+                index=0, row=waiting.row, start=waiting.start, stop=waiting.stop, draft_token_ids=[], samples=True,
+                num_propose=0,
+            )
+            for waiting in writing
+        ]  # fmt: skip
+        batch = gather_batch(frames, table, self._head.kv_cache.key.device, ahead=1)
+        states = torch.cat([part for waiting in writing for part in waiting.states])
+        for waiting in writing:
+            waiting.start = waiting.stop
+            waiting.states.clear()
+        out = self._head.forward(self._head.features(states), batch)
+        return out.index_select(0, batch.logits_indices)
+
+    def _step_batch(self, pairs: Sequence[tuple[RowState, int]], step: int) -> Batch:
+        """One more pair for each row, with the draft that stands `step - 1` past its last confirmed token."""
+        device, size, table = self._head.kv_cache.key.device, self._block_size, pairs[0][0].table
+        index = np.array([row.row for row, _ in pairs], np.int64)
+        positions = np.array([row.num_tokens - 2 + step for row, _ in pairs], np.int64)
+        num_blocks = positions // size + 1
+        columns = np.arange(num_blocks.max())
+        blocks = np.where(columns < num_blocks[:, None], table.block_table[index, : len(columns)], np.int32(0))
+        slots = table.block_table[index, positions // size].astype(np.int64) * size + positions % size
+        return Batch(
+            token_ids=torch.tensor([token_id for _, token_id in pairs], dtype=torch.int64, device=device),
+            positions=torch.from_numpy(positions).to(device),
+            slot_mapping=torch.from_numpy(slots).to(device),
+            cu_seqlens_q=torch.arange(len(pairs) + 1, dtype=torch.int32, device=device),
+            seq_lens=torch.from_numpy((positions + 1).astype(np.int32)).to(device),
+            block_table=torch.from_numpy(blocks).to(device),
+            logits_indices=torch.arange(len(pairs), device=device),
+        )
+
+
+def load_head(directory: Path, target: Model, target_directory: Path) -> Eagle3Head:
+    """A head for a loaded target. ValueError names the file, tensor or setting that is wrong."""
+    weights = read_weights(target_directory, target.config)
+    rows = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    shared = {"embed_tokens.weight": target.embedding, "lm_head.weight": rows}
+    config, weights = read_head(directory, target.config, shared)
+    return Eagle3Head(config, weights, target)
+
+
+def _attention(kv_cache: KVCache, num_heads: int, target: Model) -> AttentionBackend:
+    """As the target's, over the head's layer."""
+    if isinstance(target.attention, CpuAttention):
+        return CpuAttention(kv_cache, num_heads=num_heads)
+    from worker.kernels.backend import TritonAttention
+
+    return TritonAttention(kv_cache, num_heads=num_heads, windows=(), row_invariant=kv_cache.key.device.type == "cpu")
