@@ -9,7 +9,8 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -27,10 +28,12 @@ from scheduler.events import (
     PreemptRequested,
     RejectRequest,
     SchedulerConfig,
+    Seated,
     StartStep,
     StepFailed,
     StepFinished,
     Submitted,
+    SwapRequested,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -44,6 +47,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+SHORT_SESSION_S = 2.0  # a worker whose sessions are no longer is not tried again at once
 
 
 class WorkerUnreachable(ConnectionError):
@@ -55,7 +59,7 @@ class StepRaised(RuntimeError):
 
 
 class WorkerPort(Protocol):
-    """The way to one worker. Everything but `health` goes through the worker's own queue."""
+    """The way to one worker. Sessions and plans go through the worker's own queue, all else past it."""
 
     async def register(self, session: int) -> WorkerUp:
         """Begin a session; the event that says so. Raises WorkerUnreachable."""
@@ -69,11 +73,22 @@ class WorkerPort(Protocol):
         """The session the worker is in, answered even during a step. Raises WorkerUnreachable."""
         ...
 
+    async def prepare(self, weights: str) -> None:
+        """Load weights that a plan will swap to. Raises ValueError when it cannot, or WorkerUnreachable."""
+        ...
+
+    async def weights(self) -> str | None:
+        """What the worker was last swapped to; None: nothing since its start. Raises WorkerUnreachable."""
+        ...
+
+
+Message = Command | Seated
+
 
 class FrontEndPort(Protocol):
-    """The way to one front end. Messages may overtake each other: `seq` counts them from 0 within `life`."""
+    """The way to one front end. Messages may overtake each other: `seq` counts them from 0 within `connection`."""
 
-    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+    async def deliver(self, connection: int, seq: int, messages: Sequence[Message]) -> None:
         """Hand over what one event meant for this front end. Raises ConnectionError when it is gone."""
         ...
 
@@ -89,9 +104,10 @@ class Liveness:
 
 @dataclass(slots=True, eq=False)
 class _FrontEnd:
-    """One connected front end and how many messages went out to it."""
+    """One connection of a front end and how many messages went out on it."""
 
     port: FrontEndPort
+    connection: int  # never used before, by an earlier life neither
     num_delivered: int = 0
 
 
@@ -116,19 +132,24 @@ class SchedulerActor:
         workers: Mapping[str, WorkerPort],
         liveness: Liveness | None = None,
         record_events: int = 0,
+        notices: Sequence[str] = (),
     ) -> None:
-        """`record_events`: how many events the core's log holds; 0 keeps none."""
+        """`record_events`: how many events the core's log holds; 0 keeps none. `notices`: said in every `stats`."""
         self._core = RecordedScheduler(config, max_events=record_events) if record_events else Scheduler(config)
         self._workers = dict(workers)
         self._liveness = liveness or Liveness()
         self._life = time.time_ns()
-        self._last_session = self._life
+        self._last_number = self._life  # of a session or a connection
         self._sessions: dict[str, _Session] = {}  # worker id -> its current session
         self._front_ends: dict[str, _FrontEnd] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # Of requests without a plan yet: id -> when they were submitted, and by which front end.
         self._queued: dict[str, tuple[int, str]] = {}
         self._queue_time = DurationCounter()
+        self._fingerprints: dict[str, str] = {}  # by worker id
+        self._weights: str | None = None  # what all workers were last swapped to
+        self._notices = tuple(notices)
+        self._absent: dict[str, str] = {}  # worker id -> why it is not there, while it fails to come up
         self._started = False
         self._failure: str | None = None
 
@@ -138,6 +159,8 @@ class SchedulerActor:
         """Begin to tick and to register workers; this life's number. Again: only the number."""
         if not self._started:
             self._started = True
+            for notice in self._notices:
+                log.warning(notice)
             self._apply(Tick(now_ns=time.monotonic_ns()))
             self._spawn(self._tick())
             for worker_id in self._workers:
@@ -152,12 +175,19 @@ class SchedulerActor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def connect(self, front_end: str, port: FrontEndPort) -> int:
-        """A front end wants its requests' commands; this life's number. An older one of that name is lost."""
-        life = await self.start()
+        """A front end wants its requests' commands; the connection's number. An older one of that name is lost."""
+        await self.start()
         if self._front_ends.pop(front_end, None) is not None:
             self._lose_front_end(front_end)
-        self._front_ends[front_end] = _FrontEnd(port)
-        return life
+        connection = self._new_number()
+        self._front_ends[front_end] = _FrontEnd(port, connection)
+        return connection
+
+    async def connection(self, front_end: str) -> int | None:
+        """The connection of a front end; None if it has none any more. Raises ConnectionError once this life failed."""
+        self._require_life()
+        found = self._front_ends.get(front_end)
+        return None if found is None else found.connection
 
     async def submit(self, request: Request, timeout_s: float | None) -> None:
         """Take a request; its deadline is so far from now. Raises ConnectionError if its front end must connect."""
@@ -181,14 +211,21 @@ class SchedulerActor:
         """Take a running request off its worker. Unknown ids are fine."""
         self._apply(PreemptRequested(request_id=request_id))
 
-    async def health(self) -> int:
-        """This life's number. Raises ConnectionError once it has failed."""
+    async def swap_weights(self, directory: str) -> None:
+        """Go on with the weights of another checkpoint. Raises ValueError, and changes nothing, if a worker cannot."""
         self._require_life()
-        return self._life
+        weights = f"{self._new_number()} {directory}"
+        try:
+            await asyncio.gather(*(self._prepare(worker_id, weights) for worker_id in self._workers))
+        except ValueError:
+            log.warning("the weights of %s were not swapped in", directory)
+            raise
+        self._learn_weights(weights)
 
     async def stats(self) -> SchedulerStats:
         """A snapshot of the core's counters."""
-        return replace(self._core.stats(), queue_time=self._queue_time.snapshot())
+        notices = (*self._notices, *self._absent.values())
+        return replace(self._core.stats(), queue_time=self._queue_time.snapshot(), notices=notices)
 
     async def recording(self) -> bytes:
         """The core's log, for `slipstream replay`. Raises ValueError if none is kept."""
@@ -221,11 +258,13 @@ class SchedulerActor:
             log.exception("the core failed on a %s", type(event).__name__)
             self._save_recording()
             raise
-        messages: dict[str, list[Command]] = {}
+        messages: dict[str, list[Message]] = {}
         for command in commands:
             match command:
                 case StartStep():
                     self._time_queue(command.plan)
+                    for seated in self._seated(command):
+                        messages.setdefault(seated.front_end, []).append(seated)
                     self._spawn(self._run_step(command.worker_id, command.plan))
                 case EmitTokens():
                     messages.setdefault(command.front_end, []).append(command)
@@ -244,6 +283,17 @@ class SchedulerActor:
             queued = self._queued.pop(arrival.request_id, None)
             if queued is not None:  # else it resumes
                 self._queue_time.add((time.monotonic_ns() - queued[0]) / 1e9)
+
+    def _seated(self, command: StartStep) -> Iterator[Seated]:
+        """For each arrival: whose stream goes on with what numbers."""
+        fingerprint = self._fingerprints.get(command.worker_id, "")
+        for arrival in command.plan.arrivals:
+            state = self._core.requests.get(arrival.request_id)
+            if state is not None and state.epoch == arrival.epoch:
+                request = state.request
+                yield Seated(
+                    front_end=request.front_end, stream=request.stream, attempt=request.attempt, fingerprint=fingerprint
+                )
 
     def _save_recording(self) -> None:
         """What led to a failure of the core stays on this machine, to be replayed."""
@@ -266,20 +316,21 @@ class SchedulerActor:
             for result in results:
                 self._apply(StepFinished(result=result))
 
-    def _deliver(self, front_end: str, commands: list[Command]) -> None:
+    def _deliver(self, front_end: str, messages: list[Message]) -> None:
         receiver = self._front_ends.get(front_end)
         if receiver is None:
             return  # lost a moment ago: the core has been told
         seq = receiver.num_delivered
         receiver.num_delivered += 1
-        self._spawn(self._send(front_end, receiver.port, seq, commands))
+        self._spawn(self._send(front_end, receiver, seq, messages))
 
-    async def _send(self, front_end: str, port: FrontEndPort, seq: int, commands: list[Command]) -> None:
+    async def _send(self, front_end: str, receiver: _FrontEnd, seq: int, messages: list[Message]) -> None:
         try:
-            await port.deliver(self._life, seq, commands)
+            await receiver.port.deliver(receiver.connection, seq, messages)
         except ConnectionError as error:
-            if self._front_ends.pop(front_end, None) is not None:
+            if self._front_ends.get(front_end) is receiver:  # not a later connection
                 log.warning("front end %s is lost: %s", front_end, error)
+                del self._front_ends[front_end]
                 self._lose_front_end(front_end)
 
     def _lose_front_end(self, front_end: str) -> None:
@@ -290,28 +341,40 @@ class SchedulerActor:
 
     async def _supervise(self, worker_id: str) -> None:
         """Register a worker, watch it, and when its session ended register it anew."""
-        backoff_s = FIRST_BACKOFF_S
+        num_failures = 0  # one after the other
         while True:
             session = self._new_session(worker_id)
-            try:
-                worker_up = await self._workers[worker_id].register(session.number)
-            except WorkerUnreachable as error:
-                log.warning("worker %s does not register, next try in %.1f s: %s", worker_id, backoff_s, error)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-                continue
-            backoff_s = FIRST_BACKOFF_S
-            self._apply(worker_up)
-            message = await self._watch(worker_id, session)
-            log.warning("session %d of worker %s ended: %s", session.number, worker_id, message)
-            self._apply(WorkerDown(worker_id=worker_id, session=session.number, message=message))
+            began_s = time.monotonic()
+            message = await self._live(worker_id, session)
+            num_failures = num_failures + 1 if time.monotonic() - began_s < SHORT_SESSION_S else 0
+            backoff_s = min(FIRST_BACKOFF_S * 2 ** (num_failures - 1), LONGEST_BACKOFF_S) if num_failures else 0.0
+            log.warning("worker %s, next try in %.1f s: %s", worker_id, backoff_s, message)
+            if num_failures > 1:
+                self._absent[worker_id] = f"worker {worker_id} failed {num_failures} times in a row: {message}"
+            await asyncio.sleep(backoff_s)
+
+    async def _live(self, worker_id: str, session: _Session) -> str:
+        """One session of a worker from its registration to its end; why it ended, or why it did not begin."""
+        port = self._workers[worker_id]
+        try:
+            worker_up = await port.register(session.number)
+            self._learn_weights(await port.weights())
+        except WorkerUnreachable as error:
+            return f"it does not register: {error}"
+        self._fingerprints[worker_id] = worker_up.fingerprint
+        self._apply(worker_up)
+        message = await self._watch(worker_id, session)
+        self._apply(WorkerDown(worker_id=worker_id, session=session.number, message=message))
+        return f"session {session.number} ended: {message}"
 
     async def _watch(self, worker_id: str, session: _Session) -> str:
         """Why the session ended, once it has."""
-        last_heard_s = time.monotonic()
+        began_s = last_heard_s = time.monotonic()
         while not session.ended.done():
             if await self._hear(worker_id, session):
                 last_heard_s = time.monotonic()
+                if last_heard_s - began_s >= SHORT_SESSION_S:
+                    self._absent.pop(worker_id, None)
             silent_s = time.monotonic() - last_heard_s
             if silent_s >= self._liveness.worker_down_after_s:
                 session.end(f"worker {worker_id} was silent for {silent_s:.1f} s")
@@ -331,11 +394,14 @@ class SchedulerActor:
         return True
 
     def _new_session(self, worker_id: str) -> _Session:
-        # Never used before, by an earlier life of the scheduler neither.
-        self._last_session = max(self._last_session + 1, time.time_ns())
-        session = _Session(self._last_session, asyncio.get_running_loop().create_future())
+        session = _Session(self._new_number(), asyncio.get_running_loop().create_future())
         self._sessions[worker_id] = session
         return session
+
+    def _new_number(self) -> int:
+        """Never used before, by an earlier life of the scheduler neither."""
+        self._last_number = max(self._last_number + 1, time.time_ns())
+        return self._last_number
 
     def _end_session(self, worker_id: str, number: int, message: str) -> None:
         session = self._sessions.get(worker_id)
@@ -345,6 +411,19 @@ class SchedulerActor:
     def _lose(self, worker_id: str, session: int, message: str) -> None:
         self._apply(WorkerDown(worker_id=worker_id, session=session, message=message))
         self._end_session(worker_id, session, message)
+
+    # ---- weights ----
+
+    async def _prepare(self, worker_id: str, weights: str) -> None:
+        # A worker that is away loads them when its first plan says so.
+        with suppress(WorkerUnreachable):
+            await self._workers[worker_id].prepare(weights)
+
+    def _learn_weights(self, weights: str | None) -> None:
+        """All workers compute with the latest; workers know of it where this life of the scheduler does not."""
+        if weights is not None and (self._weights is None or swap_number(weights) > swap_number(self._weights)):
+            self._weights = weights
+            self._apply(SwapRequested(weights=weights))
 
     # ---- time and tasks ----
 
@@ -363,3 +442,8 @@ class SchedulerActor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or f"{type(error).__name__}: {error}"
             log.error("a task of the scheduler failed", exc_info=error)
+
+
+def swap_number(weights: str) -> int:
+    """Which swap this was: weights are `NUMBER DIRECTORY`, so that a directory may be swapped to again."""
+    return int(weights.partition(" ")[0])

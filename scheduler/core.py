@@ -48,6 +48,7 @@ from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
 
 MAX_ENDED_STORIES = 256
+MAX_ENDED_STREAMS = 4096
 MAX_PASSED_BY = 8  # epochs begun meanwhile: the worker with the best prefix is a preference, not a prison
 ChooseDrafts = Callable[[str, Int32Array], Int32Array]
 
@@ -71,6 +72,7 @@ class Scheduler:
         self._front_ends: list[str] = []
         self._deadlines: list[tuple[int, str, int]] = []  # (deadline_ns, request_id, arrival)
         self._ended_stories: OrderedDict[str, list[str]] = OrderedDict()
+        self._ended_streams: OrderedDict[tuple[str, int], None] = OrderedDict()  # (front end, stream), the latest
         self._commands: list[Command] = []
 
     # ---- the door ----
@@ -133,6 +135,8 @@ class Scheduler:
     # ---- requests come and go ----
 
     def _on_submitted(self, request: Request) -> None:
+        if (request.front_end, request.stream) in self._ended_streams:
+            return  # a stray copy: it would live again
         live = self.requests.get(request.request_id)
         if live is not None and not self._replaces(request, live):
             return
@@ -156,11 +160,10 @@ class Scheduler:
             heappush(self._deadlines, (request.deadline_ns, request.request_id, state.arrival))
 
     def _replaces(self, request: Request, live: RequestState) -> bool:
-        """Whether a submission of a live id is a newer attempt. A second first attempt is an error."""
+        """Whether a submission of a live id is a newer attempt. Another stream's is an error: it would wait in vain."""
         if request.attempt > live.request.attempt:
             return True
-        same = (request.front_end, request.stream) == (live.request.front_end, live.request.stream)
-        if request.attempt == 0 and not same:
+        if (request.front_end, request.stream) != (live.request.front_end, live.request.stream):
             self._reject(request, RejectCode.ALREADY_EXISTS, f"request_id {request.request_id!r} is alive")
         return False
 
@@ -204,6 +207,9 @@ class Scheduler:
     def _on_front_end_lost(self, event: FrontEndLost) -> None:
         for state in [s for s in self.requests.values() if s.request.front_end == event.front_end]:
             self._forget(state, "front end lost")
+        # Another one of that name counts its streams anew.
+        for key in [key for key in self._ended_streams if key[0] == event.front_end]:
+            del self._ended_streams[key]
 
     def _finish(
         self, state: RequestState, reason: FinishReason, *, stop_token_id: int | None = None, message: str = ""
@@ -241,6 +247,9 @@ class Scheduler:
         self._ended_stories[state.request.request_id] = (ended + list(state.story))[-len(state.story) * 2 :]
         if len(self._ended_stories) > MAX_ENDED_STORIES:
             self._ended_stories.popitem(last=False)
+        self._ended_streams[state.request.front_end, state.request.stream] = None
+        if len(self._ended_streams) > MAX_ENDED_STREAMS:
+            self._ended_streams.popitem(last=False)
 
     def _queue(self, state: RequestState) -> None:
         insort(self.waiting, state, key=order_key)

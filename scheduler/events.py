@@ -192,6 +192,17 @@ class CloseSession:
 
 Command = StartStep | EmitTokens | FinishRequest | RejectRequest | CloseSession
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """What a front end is told besides: from here on this attempt's tokens are of these numbers."""
+
+    front_end: str
+    stream: int
+    attempt: int
+    fingerprint: str  # of the worker
+
+
 # ---- configuration of the core ----
 
 

@@ -206,8 +206,9 @@ def allocate_blocks(worker: WorkerState, planned: PlannedRows) -> list[int]:
 def each_of(starts: Int32Array, counts: Int32Array) -> IndexArray:
     """`starts[i], starts[i] + 1, ...`, so many of each: [sum(counts)]."""
     stops = counts.cumsum()
-    first = (starts - stops + counts).repeat(counts)
-    return first + np.arange(len(first))
+    numbers: IndexArray = (starts - stops + counts).repeat(counts)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def _plan_scarce(

@@ -70,6 +70,7 @@ class Request:
     stream: int  # the front end's own number for this attempt, echoed with every token
     prompt_token_ids: NDArray[np.int32]  # [num_prompt_tokens], never empty
     resume_token_ids: NDArray[np.int32] = field(default_factory=empty_tokens)  # outputs delivered before
+    fingerprint: str | None = None  # of the numbers that these were computed with; None: unknown
     max_tokens: int  # outputs in all, resumed ones included; >= 1
     sampling: SamplingParams = SamplingParams()
     max_drafts: int | None = None  # caps K for this request; None leaves it to the server

@@ -153,7 +153,7 @@ class RowTable:
         if not self._num_with_stop:
             return np.empty(0, np.intp)
         found = self._stop_ids[self._stop_ids[:-1].searchsorted(token_ids)]
-        return (found == token_ids).nonzero()[0]
+        return np.flatnonzero(found == token_ids)
 
     def append_blocks(self, row: int, blocks: list[int]) -> None:
         """Lengthen one row's block table."""

@@ -69,7 +69,7 @@ class RequestState:
         self.num_cached_tokens: int | None = None
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.fingerprint: str | None = None  # of the numbers its stream began with
+        self.fingerprint = request.fingerprint  # of the numbers its stream began with
         self.inexact = False
         self.story: deque[str] = deque(maxlen=MAX_STORY_LINES)
 

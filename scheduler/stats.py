@@ -99,6 +99,7 @@ class SchedulerStats:
     step_time: Durations  # of a worker's steps: verify and draft
     idle_time: Durations  # between two steps of a worker
     queue_time: Durations = Durations()  # from submission to the first plan; the shell's, who has a clock
+    notices: tuple[str, ...] = ()  # what an operator must know; the shell's too
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +133,7 @@ class Counters:
 
     def count_acceptance(self, num_verified: Int32Array, num_accepted: Int32Array) -> bool:
         """Rows of a result: [n] int32 each. A row without drafts counts nowhere; False if there is no other."""
-        num_drafts = np.count_nonzero(num_verified)
+        num_drafts = int(np.count_nonzero(num_verified))
         if num_drafts == 0:
             return False
         self.num_drafts += num_drafts

@@ -202,8 +202,8 @@ def test_hit_of_a_drafter_that_looks_ahead_loses_its_last_block() -> None:
     for drop in (False, True):
         stage = Stage(max_drafts=0)
         stage.up(drop_last_hit_block=drop)
-        for _ in range(2):
-            stage.handle(submitted("r0", 48, max_tokens=2))
+        for stream in range(2):
+            stage.handle(submitted("r0", 48, max_tokens=2, stream=stream))
             stage.run()
         hits[drop] = stage.arrivals[1].num_computed_tokens
     assert hits == {False: 32, True: 16}
@@ -240,9 +240,9 @@ def test_no_block_leaks_whatever_the_length_at_the_end(num_tokens: int, max_toke
     """Confirmed lengths that are not block-aligned: free + used == total at all times. sglang issue 31616."""
     stage = Stage(max_drafts=3, max_steps_in_flight=2, num_accepted=lambda _r, outputs, drafts: outputs % (drafts + 1))
     stage.up(num_blocks=12)
-    for _ in range(3):
+    for round_ in range(3):
         for index in range(2):
-            stage.handle(submitted(f"r{index}", num_tokens, max_tokens=max_tokens))
+            stage.handle(submitted(f"r{index}", num_tokens, max_tokens=max_tokens, stream=10 * round_ + index))
         stage.run()
         assert stage.pool().num_free == 12
     stage.assert_settled()
@@ -252,9 +252,9 @@ def test_blocks_of_the_old_namespace_are_no_hits_after_a_reset() -> None:
     """Whoever wrote them."""
     stage = Stage(max_drafts=0)
     stage.up()
-    for reset in (False, True, False):
+    for stream, reset in enumerate((False, True, False)):
         if reset:
             stage.handle(CacheReset())
-        stage.handle(submitted("r0", 64, max_tokens=2))
+        stage.handle(submitted("r0", 64, max_tokens=2, stream=stream))
         stage.run()
     assert [arrival.num_computed_tokens for arrival in stage.arrivals] == [0, 0, 48]

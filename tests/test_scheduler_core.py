@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.core import MAX_ENDED_STREAMS
 from scheduler.events import (
     CacheReset,
     CloseSession,
@@ -114,19 +115,46 @@ def test_higher_attempt_replaces_silently() -> None:
     stage.assert_settled()
 
 
-def test_equal_or_lower_attempt_is_ignored() -> None:
-    """It was sent twice, or late."""
+def test_equal_or_lower_attempt_changes_nothing() -> None:
+    """The same one again was sent twice; another stream's is told, or it would wait in vain."""
     stage = running("r0")
-    stage.handle(submitted("r0", 8, attempt=2, resume=stage.outputs["r0"]))
+    outputs = stage.outputs["r0"].copy()
+    stage.handle(submitted("r0", 8, attempt=2, resume=outputs, stream=7))
+    assert stage.handle(submitted("r0", 8, attempt=2, resume=outputs, stream=7)) == []
     for attempt in (2, 1):
-        again = submitted("r0", 8, attempt=attempt, stream=9)
-        assert stage.scheduler.handle(again) == []  # not even ALREADY_EXISTS: that is for first attempts
+        [reject] = stage.handle(submitted("r0", 8, attempt=attempt, stream=9))
+        assert isinstance(reject, RejectRequest)
+        assert (reject.code, reject.stream, reject.attempt) == (RejectCode.ALREADY_EXISTS, 9, attempt)
     stage.run()
     assert stage.finished["r0"].attempt == 2
 
 
+def test_submission_that_comes_again_after_its_end_does_not_live_again() -> None:
+    """A stray copy, after any kind of end; another front end of that name counts its streams anew."""
+    stage = running("r0")
+    copies = [submitted("r0", 8), submitted("r0", 8, attempt=1, stream=9), submitted("r1", 8, max_tokens=2)]
+    stage.handle(*copies[1:])
+    stage.run()
+    assert {name: finish.attempt for name, finish in stage.finished.items()} == {"r0": 1, "r1": 0}
+    assert stage.handle(*copies) == []
+    assert stage.scheduler.requests == {}
+    stage.handle(FrontEndLost(front_end="front"), copies[0])
+    assert sorted(stage.scheduler.requests) == ["r0"]
+
+
+def test_ended_streams_are_remembered_up_to_a_bound() -> None:
+    """The oldest is forgotten first."""
+    stage = Stage()
+    for stream in range(MAX_ENDED_STREAMS + 1):
+        stage.handle(submitted("r0", 8, stream=stream), cancelled("r0"))
+    stage.handle(submitted("r0", 8, stream=1))
+    assert stage.scheduler.requests == {}
+    stage.handle(submitted("r0", 8, stream=0))
+    assert sorted(stage.scheduler.requests) == ["r0"]
+
+
 def test_first_attempt_of_a_live_id_already_exists() -> None:
-    """Only a first attempt can be somebody else's; the same one repeated is ignored."""
+    """It is somebody else's; the same one repeated is ignored."""
     stage = running("r0")
     assert stage.handle(submitted("r0", 8)) == []  # the same stream of the same front end
     [reject] = stage.handle(submitted("r0", 8, stream=9))
@@ -143,7 +171,7 @@ def test_id_may_be_used_again_after_its_end() -> None:
     """Also while frames of the first life fly: they belong to an older epoch."""
     stage = running("r0")
     stage.handle(cancelled("r0"))
-    stage.handle(submitted("r0", 8, max_tokens=5))
+    stage.handle(submitted("r0", 8, max_tokens=5, stream=9))
     assert stage.scheduler.async_tokens_to_discard("r0") == 2
     stage.run()
     assert stage.outputs["r0"] == scripted("r0", 0, 5)
@@ -267,8 +295,8 @@ def test_deadline_ends_running_and_waiting_requests() -> None:
 def test_deadline_of_an_earlier_life_kills_no_later_one() -> None:
     """An id used again, with a later deadline or none, and a newer attempt."""
     stage = Stage()
-    stage.handle(submitted("r0", 8, deadline_ns=100), cancelled("r0"), submitted("r0", 8))
-    stage.handle(submitted("r1", 8, deadline_ns=100), cancelled("r1"), submitted("r1", 8, deadline_ns=300))
+    stage.handle(submitted("r0", 8, deadline_ns=100), cancelled("r0"), submitted("r0", 8, stream=9))
+    stage.handle(submitted("r1", 8, deadline_ns=100), cancelled("r1"), submitted("r1", 8, deadline_ns=300, stream=10))
     stage.handle(submitted("r2", 8, deadline_ns=100), submitted("r2", 8, attempt=1))
     stage.handle(Tick(now_ns=200))
     assert sorted(stage.scheduler.requests) == ["r0", "r1", "r2"]

@@ -66,16 +66,12 @@ class FrontEnds:
 
     def _call(self, client: Client, event: Submitted | Cancelled) -> None:
         fate = self.world.links.send(self.world.weather.front_link, ("call", client.front_end))
-        for copy, delay in enumerate(fate.delays):
-            self.world.clock.after(delay, self._called, event, copy)
+        for delay in fate.delays:
+            self.world.clock.after(delay, self._called, event)
 
-    def _called(self, event: Submitted | Cancelled, copy: int) -> None:
-        if isinstance(event, Submitted):
-            if event.request.front_end in self._lost:
-                return
-            # Front ends never send a submission twice; a copy by the network after its end would live again.
-            if copy and self.attempts[event.request.stream].closed is not None:
-                return
+    def _called(self, event: Submitted | Cancelled) -> None:
+        if isinstance(event, Submitted) and event.request.front_end in self._lost:
+            return
         self.world.handle(event)
 
     # ---- a stream ----

@@ -50,6 +50,7 @@ class Ledger:
         self.coverage = coverage
         self.attempts = attempts  # stream -> attempt, of every life
         self.live: dict[str, Attempt] = {}
+        self.ended: set[int] = set()  # streams that ended in this life: a copy of their submission is nothing new
         self.sessions: dict[str, Session] = {}  # worker_id -> current session
         self.version = 0  # of the weights last asked for
         self.swapped = False
@@ -263,6 +264,11 @@ class Ledger:
 
     def _submitted(self, request: Request, commands: list[Command]) -> None:
         """Decide whether the submission was taken, and follow it."""
+        if request.stream in self.ended:
+            self.coverage["submission repeated after its end", "any"] += 1
+            if commands:
+                raise Violation("a copy of a submission was answered after its end", request.request_id)
+            return
         alive = self.live.get(request.request_id)
         rejection = next(
             (one for one in commands if isinstance(one, RejectRequest) and one.stream == request.stream), None
@@ -272,13 +278,15 @@ class Ledger:
             return
         if alive is not None:
             if alive.request.attempt >= request.attempt:
+                if alive.request.stream != request.stream:
+                    raise Violation(f"attempt {request.attempt} waits in vain for a later one", request.request_id)
                 return
             self._meet_request(request.request_id, "replaced")
             self._close(alive, "replaced")
         attempt = self.attempts[request.stream]
         if request.attempt and ending(request, attempt.token_ids, self.config.max_model_len) is not None:
             self.coverage["submitted complete", "any"] += 1
-        if attempt.closed is not None:  # its submission was repeated after its end: it lives once more
+        if attempt.closed is not None:  # a copy of a submission to an earlier life, where it ended: it lives once more
             attempt = Attempt(request, attempt.versions[: len(request.resume_token_ids)])
             self.attempts[request.stream] = attempt
         self.num_arrivals += 1
@@ -291,7 +299,11 @@ class Ledger:
         total = len(request.prompt_token_ids) + request.max_tokens
         match rejection.code:
             case RejectCode.ALREADY_EXISTS:
-                right = alive is not None and request.attempt == 0
+                right = (
+                    alive is not None
+                    and request.attempt <= alive.request.attempt
+                    and request.stream != alive.request.stream
+                )
             case RejectCode.RESOURCE_EXHAUSTED:
                 num_waiting = sum(
                     attempt.epoch is None or attempt.epoch in self.explained for attempt in self.live.values()
@@ -428,6 +440,7 @@ class Ledger:
 
     def _close(self, attempt: Attempt, how: str) -> None:
         attempt.closed = how
+        self.ended.add(attempt.request.stream)
         self.must_finish.pop(attempt.request.stream, None)
         if self.live.get(attempt.request.request_id) is attempt:
             del self.live[attempt.request.request_id]

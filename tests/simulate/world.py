@@ -167,6 +167,7 @@ class World:
         met["prefix hit tokens"] = self.num_hit_tokens + self.ledger.num_hit_tokens
         met["stops inside accepted runs"] = self.num_cut_runs + self.ledger.num_cut_runs
         met["submitted although complete"] = self.coverage["submitted complete", "any"]
+        met["submission repeated after its end"] = self.coverage["submission repeated after its end", "any"]
         met["times overtaken"] = self.coverage["overtaken", "any"]
         for client in self.fronts.clients:
             met[f"client: {client.outcome}"] += 1
