@@ -316,8 +316,8 @@ def test_prefix_caching_can_be_switched_off() -> None:
     """Nothing is published, nothing is hit."""
     stage = Stage(enable_prefix_caching=False, max_drafts=0)
     stage.up()
-    for _ in range(2):
-        stage.handle(submitted("r0", 64, max_tokens=2))
+    for stream in range(2):
+        stage.handle(submitted("r0", 64, max_tokens=2, stream=stream))
         stage.run()
     assert stage.pool().num_cached == 0
     assert [arrival.num_computed_tokens for arrival in stage.arrivals] == [0, 0]

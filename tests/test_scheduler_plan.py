@@ -230,8 +230,8 @@ def test_epochs_are_never_reused_even_for_a_repeated_request_id() -> None:
     stage = Stage(max_drafts=0)
     stage.up("a")
     stage.up("b", session=2)
-    for _ in range(3):
-        stage.handle(submitted("r0", 8, max_tokens=2), submitted("r1", 8, max_tokens=2))
+    for life in range(3):
+        stage.handle(*(submitted(f"r{index}", 8, max_tokens=2, stream=10 * life + index) for index in range(2)))
         stage.handle(CacheReset(reset_running=True), cancelled("r1"))
         stage.run()
     epochs = [arrival.epoch for arrival in stage.arrivals]

@@ -107,7 +107,7 @@ def test_ends_rejections_and_prefix_hits_are_counted() -> None:
     stage.up()
     stage.handle(submitted("r0", 40, max_tokens=2))
     stage.run()
-    stage.handle(submitted("r0", 40, max_tokens=2))
+    stage.handle(submitted("r0", 40, max_tokens=2, stream=9))
     stage.handle(submitted("r1", 8), cancelled("r1"), submitted("r2", 60))  # all steps are in flight: r1 never ran
     stage.run()
     stats = stage.scheduler.stats()
