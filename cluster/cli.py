@@ -221,6 +221,58 @@ def fetch(model: Annotated[str, typer.Argument(help="smollm2 or a hub name.")] =
     _print(str(directory))
 
 
+@app.command("train-head")
+def train_head(
+    output: Annotated[Path, typer.Argument(help="Directory of the head; OUTPUT.run keeps what is needed to go on.")],
+    model: Model = DEFAULTS.model,
+    tokens: Annotated[int, typer.Option(help="Tokens of the model's own answers to learn from.")] = 250_000,
+    prompts: Annotated[Path | None, typer.Option(help="One prompt a line; default: thousands of our own.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
+    epochs: Annotated[float, typer.Option(help="Times each answer is seen.")] = 8.0,
+    depth: Annotated[int, typer.Option(help="Of the training-time test.")] = 3,
+    draft_vocab_size: Annotated[int, typer.Option(help="Tokens the head can draft.")] = 8192,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-3,
+    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, answers and training.")] = 0,
+) -> None:
+    """Train an EAGLE-3 draft head for a model on this machine; run it again to go on after an interruption."""
+    from cluster.sizing import num_cpus
+    from worker.process import environment, restart_with
+
+    threads = threads or num_cpus()
+    restart_with(environment(threads))
+    display = Display()
+    with StopSignals(), display:
+        directory = resolve_model(model, display)
+        from cluster.train_head import HeadRequest, default_state_layers  # these import torch
+        from cluster.train_head import train_head as run
+        from worker.architecture import read_config
+        from worker.draft_training import Training
+
+        training = Training(
+            state_layers=default_state_layers(read_config(directory).num_layers),
+            draft_vocab_size=draft_vocab_size,
+            epochs=epochs,
+            depth=depth,
+            learning_rate=learning_rate,
+            seed=seed,
+        )
+        request = HeadRequest(
+            directory=directory,
+            name=model,
+            output=output,
+            num_tokens=tokens,
+            max_tokens=max_tokens,
+            prompts=prompts,
+            training=training,
+            threads=threads,
+            seed=seed,
+        )
+        score = run(request, display)
+    shares = " / ".join(f"{share:.2f}" for share in score.accepted)
+    _print(f"{output}: accepted {shares}, {score.acceptance_length:.2f} tokens at K = {len(score.accepted)}")
+
+
 @app.command()
 def demo(
     as_json: AsJson = False,

@@ -52,6 +52,10 @@ class Tokenizer:
             raise ValueError("chat: this model has no chat template; send text or tokens")
         return self._template.render(messages)
 
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> NDArray[np.int32]:
+        """Token ids of a conversation: [n] int32. Raises ValueError as `render_chat` does."""
+        return self._encode_rendered(self.render_chat(messages))
+
     async def encode_chat_aside(self, messages: Sequence[ChatMessage]) -> NDArray[np.int32]:
         """Token ids of a conversation: [n] int32. The template itself writes every special token."""
         text = self.render_chat(messages)
