@@ -10,13 +10,15 @@ import torch
 from tests.heads import Sketch, tensors_of
 from tests.test_identity import CONFIG, DTYPES, asks_of
 from tests.worlds import MAX_MODEL_LEN, Play, Stage, World, with_pool, world_of
+from worker.draft_model import DraftModelDrafter
 from worker.drafter import Drafter, NgramDrafter
 from worker.eagle3 import Eagle3Drafter, Eagle3Head
 from worker.eagle3_checkpoint import HeadConfig
 from worker.mixture import MixedDrafter, PreferLookup
-from worker.model import Model, random_model
+from worker.model import Model, ModelConfig, random_model
 from worker.rope import RopeConfig
 from worker.rows import RowState
+from worker.sanitizer import KVSanitizer
 
 WORLDS = 3  # of each drafter and dtype
 HEAD = Sketch(target=CONFIG, state_layers=(0, 1, 1))
@@ -71,7 +73,39 @@ def lookup_and_head(world: World, model: Model, oracle: Drafter) -> Drafter:
     return MixedDrafter(lookup, head, PreferLookup())
 
 
-DRAFTERS = {"eagle3": eagle3, "ngram and eagle3": lookup_and_head}
+def draft_model(world: World, model: Model, oracle: Drafter) -> Drafter:
+    """Other heads, other blocks, and a pool too small for everybody."""
+    retention = "step" if world.seed % 2 else "request"
+    drafter = DraftModelDrafter(
+        with_pool(draft(), 8, 24),
+        max_drafts=world.num_drafts,
+        max_num_seqs=world.max_num_seqs,
+        vocab_size=CONFIG.vocab_size,
+        retention=retention,
+        window=40,
+        max_model_len=90,
+        sanitizer=KVSanitizer(24, 8),
+    )
+    return MixedDrafter(Sometimes(oracle), drafter, PreferLookup())
+
+
+DRAFTERS = {"eagle3": eagle3, "ngram and eagle3": lookup_and_head, "draft_model": draft_model}
+
+
+@functools.cache
+def draft() -> Model:
+    """Another shape than the target's 4/2 heads of 32."""
+    config = ModelConfig(
+        vocab_size=CONFIG.vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_MODEL_LEN,
+    )
+    return random_model(config, seed=4, dtype=torch.float32, num_blocks=1, block_size=8)
 
 
 @functools.cache
