@@ -27,14 +27,16 @@ def root_digest(salt: str, tenant: str = "") -> bytes:
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:
     """Grow the chain of a sequence's block digests in place, from its own tokens, to `num_blocks`."""
     if len(digests) < num_blocks:
-        unknown, width = token_ids[len(digests) * block_size : num_blocks * block_size].tobytes(), 4 * block_size
-        for start in range(0, len(unknown), width):
-            digests.append(next_digest(digests, root, unknown[start : start + width]))
+        unknown = token_ids[len(digests) * block_size : num_blocks * block_size]
+        chain_digests(digests, root, unknown.tobytes(), 4 * block_size)
 
 
-def next_digest(digests: list[bytes], root: bytes, token_bytes: bytes) -> bytes:
-    """The digest that follows in a chain: sha256(parent + int32 tokens of one block)."""
-    return sha256((digests[-1] if digests else root) + token_bytes).digest()
+def chain_digests(digests: list[bytes], root: bytes, token_bytes: bytes, width: int) -> None:
+    """Lengthen a chain in place by the blocks in `token_bytes`, `width` bytes each: sha256(parent + int32 tokens)."""
+    parent = digests[-1] if digests else root
+    for start in range(0, len(token_bytes), width):
+        parent = sha256(parent + token_bytes[start : start + width]).digest()
+        digests.append(parent)
 
 
 class BlockPool:
@@ -52,8 +54,9 @@ class BlockPool:
         # cached when they were released, the next to take, and to forget, at the front.
         self._plain = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._cached: dict[bytes, int] = {}  # of this namespace only
-        self._digest_of: list[bytes | None] = [None] * num_blocks  # perhaps of a namespace before
+        # Of this namespace only, and each the inverse of the other.
+        self._cached: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
@@ -78,10 +81,8 @@ class BlockPool:
         taken = plain[rest:]
         del plain[rest:]
         taken.reverse()
-        for _ in range(count - len(taken)):
-            block, _ = self._idle.popitem(last=False)
-            self._forget(block)
-            taken.append(block)
+        if len(taken) < count:
+            taken += self._forget_idle(count - len(taken))
         for block in taken:
             refs[block] = 1
         return taken
@@ -112,54 +113,50 @@ class BlockPool:
         cached, digest_of, refs = self._cached, self._digest_of, self._refs
         for block, digest in zip(blocks, digests, strict=True):
             assert refs[block] > 0, "a free block has nothing to publish"
-            if digest_of[block] is not None and self._is_cached(block):
-                continue
-            if cached.setdefault(digest, block) == block:
+            if block not in digest_of and cached.setdefault(digest, block) == block:
                 digest_of[block] = digest
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each, last first, so that a prefix outlives its continuation."""
-        refs, digest_of, plain = self._refs, self._digest_of, self._plain
+        refs, digest_of, idle, plain = self._refs, self._digest_of, self._idle, self._plain
         for block in reversed(blocks):
             left = refs[block] = refs[block] - 1
             assert left >= 0, f"block {block} released twice"
-            if left:
-                continue
-            if digest_of[block] is not None and self._is_cached(block):
-                self._idle[block] = None
-            else:
-                digest_of[block] = None
-                plain.append(block)
+            if left == 0:
+                if block in digest_of:
+                    idle[block] = None
+                else:
+                    plain.append(block)
 
     def reset(self) -> None:
         """A new namespace: nothing published before is ever found again. O(1), legal at any time."""
         self.namespace += 1
-        self._cached = {}
+        self._cached, self._digest_of = {}, {}
 
     def reference_count(self, block: int) -> int:
         """How many requests hold this block."""
         return self._refs[block]
 
-    def check(self) -> None:
-        """Assert the laws of this file."""
-        refs = self._refs
-        assert min(refs) >= 0
-        free = [*self._plain, *self._idle]
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert the laws of this file. `tables`: the blocks of every holder, which have all references there are."""
+        refs = [0] * self.num_blocks
+        for blocks in tables:
+            for block in blocks:
+                refs[block] += 1
+        assert refs == self._refs, "a block leaks"
+        free, cached = [*self._plain, *self._idle], self._cached
         assert len(free) == refs.count(0), "free + used != total"
         assert len(set(free)) == len(free), "a block is free twice"
-        assert not any([refs[block] for block in free]), "a used block is free"
-        assert not any([self._digest_of[block] for block in self._plain]), "a plain block remembers"
-        for digest, block in self._cached.items():
-            assert self._digest_of[block] == digest, f"block {block} is cached as another"
+        assert not any(map(refs.__getitem__, free)), "a used block is free"
+        assert self._digest_of.keys().isdisjoint(self._plain), "a plain block remembers"
+        assert self._digest_of == dict(zip(cached.values(), cached, strict=True)), "a block is cached as another"
 
-    def _is_cached(self, block: int) -> bool:
-        digest = self._digest_of[block]
-        return digest is not None and self._cached.get(digest) == block
-
-    def _forget(self, block: int) -> None:
-        """What an idle block cached is not found any more."""
-        digest = self._digest_of[block]
-        assert digest is not None
-        if self._cached.get(digest) == block:
-            del self._cached[digest]
-        self._digest_of[block] = None
+    def _forget_idle(self, count: int) -> list[int]:
+        """The longest idle blocks, and what they cached is not found any more."""
+        popitem, digest_of, cached = self._idle.popitem, self._digest_of, self._cached
+        blocks = [popitem(False)[0] for _ in range(count)]
+        for block in blocks:
+            digest = digest_of.pop(block, None)
+            if digest is not None:
+                del cached[digest]
+        return blocks

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.blocks import next_digest
+from scheduler.blocks import chain_digests
 from scheduler.events import SchedulerConfig
 from scheduler.plan import each_of
 from scheduler.request import FinishReason
@@ -161,16 +161,18 @@ def publish_full_blocks(worker: WorkerState, rows: IndexArray, block_size: int) 
     table.num_published[rows] = full
     # One entry per block: its row, its place in the row's table, its tokens.
     counts = full - published
-    rows, places = rows.repeat(counts), each_of(published, counts)
-    tokens, width = table.tokens_of_blocks(rows, places).tobytes(), 4 * block_size
-    states, made = table.states, []
-    for row, place, start in zip(rows.tolist(), places.tolist(), range(0, len(tokens), width), strict=True):
+    row_of, places = rows.repeat(counts), each_of(published, counts)
+    tokens, width = table.tokens_of_blocks(row_of, places).tobytes(), 4 * block_size
+    states, made, end = table.states, [], 0
+    for row, start, stop in zip(rows.tolist(), published.tolist(), full.tolist(), strict=True):
         state = states[row]
         assert state is not None
-        if place == len(state.digests):
-            state.digests.append(next_digest(state.digests, state.root, tokens[start : start + width]))
-        made.append(state.digests[place])
-    worker.pool.publish(table.block_table[rows, places].tolist(), made)
+        digests = state.digests
+        end += (stop - start) * width
+        if stop > len(digests):
+            chain_digests(digests, state.root, tokens[end - (stop - len(digests)) * width : end], width)
+        made += digests[start:stop]
+    worker.pool.publish(table.block_table[row_of, places].tolist(), made)
 
 
 def publishable_tokens(worker: WorkerState, rows: IndexArray) -> Int32Array:

@@ -96,7 +96,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def obeys_its_own_laws(self) -> None:
-        self.pool.check()
+        self.pool.check([holder.blocks for holder in self.live])
 
     @invariant()
     def references_are_those_of_the_holders(self) -> None:
