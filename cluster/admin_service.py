@@ -44,6 +44,24 @@ class AdminServicer(slipstream_pb2_grpc.AdminServicer):
             await refuse(context, error)
         return pb.PreemptResponse()
 
+    async def SwapWeights(self, message: Any, context: Any) -> Any:
+        """Answers once every worker has loaded them and the scheduler has been told."""
+        try:
+            if not message.directory:
+                raise ValueError("directory is empty")
+            await self._serving.front_end.swap_weights(message.directory)
+        except (ConnectionError, ValueError) as error:
+            await refuse(context, error)
+        return pb.SwapWeightsResponse()
+
+    async def Story(self, message: Any, context: Any) -> Any:
+        """Of a live request, or of one of the last few that ended."""
+        try:
+            text = await self._serving.story(message.request_id)
+        except ConnectionError as error:
+            await refuse(context, error)
+        return pb.StoryResponse(text=text)
+
     async def Record(self, message: Any, context: Any) -> Any:
         """The scheduler's log in parts."""
         try:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.config import ServeConfig
 from cluster.errors import BringUpError, ConfigError
+from cluster.faults import FaultyWorkerPort
 from cluster.front_actor import FrontEndActor, FrontEndSpec
 from cluster.grpc_link import GrpcTransport, GrpcWorkerPort
 from cluster.joined_ray import RESOURCE, JoinedRay
@@ -27,8 +28,8 @@ from cluster.link import RayWorkerPort, one_line
 from cluster.listening import metrics_config, server_config
 from cluster.local_ray import LocalRay
 from cluster.sizing import num_cpus, size
-from scheduler.actor import Liveness, SchedulerActor
-from worker.actor import HEALTH_GROUP, WorkerActor, WorkerSpec, WorkerTraits
+from scheduler.actor import Liveness, SchedulerActor, WorkerPort
+from worker.actor import HEALTH_GROUP, LOAD_GROUP, WorkerActor, WorkerSpec, WorkerTraits
 
 PLACEMENT_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
@@ -58,7 +59,7 @@ class Deployment:
             check_port_is_free(config.metrics_host, config.metrics_port, flag="--metrics-")
         self.endpoints: list[str] = []  # HOST:PORT of each front end
         self.metrics_endpoints: list[str] = []  # of each front end's metrics, if they are on
-        self.warnings: list[str] = []  # what does not keep the promise on this machine
+        self.warnings = [str(config.faults)] if config.faults.any else []  # and what does not keep the promise here
         self._actors: list[ActorHandle[Any]] = []
         self._front_ends: list[ActorHandle[Any]] = []
         self.ray: LocalRay | JoinedRay
@@ -132,7 +133,7 @@ class Deployment:
             loads = [front_end.load.remote() for front_end in front_ends]
             traits: list[WorkerTraits] = ray.get([worker.load.remote() for worker in workers.values()])
             ray.get(loads)
-        self.warnings = [f"{worker.worker_id}: {complaint}" for worker in traits for complaint in worker.complaints]
+        self.warnings += [f"{worker.worker_id}: {complaint}" for worker in traits for complaint in worker.complaints]
         with phase("Starting the scheduler and the gRPC front end"):
             scheduler = self._start_scheduler(workers, traits)
             ports: list[int] = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])
@@ -167,7 +168,7 @@ class Deployment:
             num_cpus=1,
             num_gpus=1 if spec.device == "cuda" else 0,
             max_restarts=-1,
-            concurrency_groups={HEALTH_GROUP: 1},
+            concurrency_groups={HEALTH_GROUP: 1, LOAD_GROUP: 1},
             scheduling_strategy=placement,
             runtime_env={"env_vars": spec.environment()},
         )
@@ -176,8 +177,8 @@ class Deployment:
         self, workers: "dict[str, ActorHandle[WorkerActor]]", traits: list[WorkerTraits]
     ) -> "ActorHandle[SchedulerActor]":
         config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
-        port = GrpcWorkerPort if self.config.transport == "grpc" else RayWorkerPort
-        ports = {worker_id: port(worker_id) for worker_id in workers}
+        # Plain values only: what else a constructor is given could not be had again once this process has gone.
+        ports = {worker_id: self._port(worker_id) for worker_id in workers}
         liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
         scheduler = self._create(
             SchedulerActor,
@@ -185,6 +186,7 @@ class Deployment:
             ports,
             liveness,
             self.config.record_events,
+            [str(self.config.faults)] if self.config.faults.any else [],
             name="scheduler",
             num_cpus=0,
             max_restarts=-1,
@@ -192,6 +194,10 @@ class Deployment:
         )
         ray.get(scheduler.start.remote())
         return scheduler
+
+    def _port(self, worker_id: str) -> WorkerPort:
+        port: WorkerPort = GrpcWorkerPort(worker_id) if self.config.transport == "grpc" else RayWorkerPort(worker_id)
+        return FaultyWorkerPort(port, self.config.faults, worker_id) if self.config.faults.any else port
 
     def _start_front_end(self, index: int) -> "ActorHandle[FrontEndActor]":
         spec = FrontEndSpec(

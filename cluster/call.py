@@ -31,6 +31,7 @@ class TextRequest:
     attempt: int = 0  # of the client
     prompt_token_ids: Int32Array  # [num_prompt_tokens]
     resume_token_ids: Int32Array = field(default_factory=empty_int32)  # [num_resumed]; with n == 1 only
+    resume_fingerprint: str | None = None  # of the numbers these were computed with; None: unknown
     max_tokens: int
     sampling: SamplingParams
     seed: int | None = None  # drawn when None; takes the place of sampling.seed

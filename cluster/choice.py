@@ -71,6 +71,8 @@ class Choice:
         self.finish: Finish | None = None
         self.num_resubmissions = 0
         self.last_token_s: float | None = None  # on the loop's clock; None before the first
+        self.fingerprint = request.fingerprint  # of the numbers its tokens were computed with; None: unknown
+        self.inexact = False  # it went on with others
         self._text = text
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
@@ -116,6 +118,12 @@ class Choice:
             )
         return Taken.STOPPED if stopped else Taken.NEW
 
+    def seated(self, fingerprint: str) -> None:
+        """What comes now is computed with these numbers."""
+        if self.num_tokens == 0 or self.fingerprint is None:
+            self.fingerprint = fingerprint
+        self.inexact = self.inexact or fingerprint != self.fingerprint
+
     def end(self, command: FinishRequest) -> None:
         """The scheduler ended this attempt, and every token of it was taken or lies behind a stop string."""
         assert self.stopped or self.num_tokens >= command.num_output_tokens
@@ -129,14 +137,21 @@ class Choice:
                 num_draft_tokens=command.num_draft_tokens,
                 num_accepted_tokens=command.num_accepted_tokens,
                 num_preemptions=command.num_preemptions,
-                inexact=command.inexact,
+                inexact=command.inexact or self.inexact,
             )
         )
 
     def end_here(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends the choice with what it has, without the scheduler's counts."""
         num_prompt_tokens = len(self.request.prompt_token_ids)
-        self._end(Finish(reason=reason, num_prompt_tokens=num_prompt_tokens, num_output_tokens=self.num_tokens))
+        self._end(
+            Finish(
+                reason=reason,
+                num_prompt_tokens=num_prompt_tokens,
+                num_output_tokens=self.num_tokens,
+                inexact=self.inexact,
+            )
+        )
 
     def next_attempt(self, stream: int) -> Request:
         """The same request once more, going on after the tokens taken so far; older attempts are deaf."""
@@ -146,6 +161,7 @@ class Choice:
             attempt=self.request.attempt + 1,
             stream=stream,
             resume_token_ids=np.asarray(self._token_ids, np.int32),
+            fingerprint=self.fingerprint,
         )
         return self.request
 

@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 from cluster import running
 from cluster.config import ServeConfig, SpeculativeConfig
 from cluster.errors import BringUpError, ConfigError, ServerError
+from cluster.faults import Faults
 from cluster.model_source import resolve_model
 from cluster.processes import adopt_orphans
 from cluster.progress import Display
@@ -85,11 +86,22 @@ def serve(
     worker_down_after_s: Annotated[
         float, typer.Option(help="Silence after which a worker is lost.")
     ] = DEFAULTS.worker_down_after_s,
+    fault_delay_ms: Annotated[
+        str | None, typer.Option(help="For tests: MEAN, fixed:MS or uniform:LOW:HIGH of steps' messages.")
+    ] = None,
+    fault_repeat: Annotated[float, typer.Option(help="For tests: the share of them that comes twice.")] = 0.0,
+    fault_reorder: Annotated[float, typer.Option(help="For tests: the share that is overtaken.")] = 0.0,
+    fault_drop: Annotated[float, typer.Option(help="For tests: the share that is lost.")] = 0.0,
+    fault_partition: Annotated[
+        str | None, typer.Option(help="For tests: EVERY_S:FOR_S, how often and how long a worker is cut off.")
+    ] = None,
+    fault_seed: Annotated[int, typer.Option(help="Of all of these.")] = 0,
 ) -> None:
     """Serve a model over gRPC until Ctrl-C; prints `ready HOST:PORT` when it answers."""
     flags = dict(locals())
     speculative = SpeculativeConfig.from_json(flags.pop("speculative_config"))
-    config = ServeConfig(speculative=speculative, **flags)
+    faults = Faults(**{name: flags.pop(f"fault_{name}") for name in Faults.__dataclass_fields__})
+    config = ServeConfig(speculative=speculative, faults=faults, **flags)
     with StopSignals():
         try:
             _serve(config)
@@ -169,6 +181,26 @@ def status(
         _print(json.dumps(page))
     else:
         Console().print(status_table(page))
+
+
+@app.command()
+def swap(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint of the same architecture.")],
+    port: Port = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Go on with the weights of another checkpoint; streams that are open go on with them."""
+    with _client(_running(port).endpoints[0], ca, cert, key, token_file) as client:
+
+        def ask() -> list[None]:
+            client.swap_weights(str(directory.absolute()))
+            return []
+
+        list(_answered(ask))
+    _print(f"swapped to {directory}")
 
 
 @app.command()

@@ -171,9 +171,15 @@ class Generation:
             attempt=self._request.attempt + 1,
             sampling=sampling,
             resume_token_ids=tuple(self._token_ids),
+            resume_fingerprint=self._fingerprint(),
         )
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
         return pause_s
+
+    def _fingerprint(self) -> str | None:
+        """Of the numbers the tokens received so far were computed with."""
+        start = self.starts.get(0)
+        return start.fingerprint if start is not None else self._request.resume_fingerprint
 
 
 class Client:
@@ -324,6 +330,20 @@ class Client:
     async def apreempt(self, request_id: str) -> None:
         """`preempt`, asynchronously."""
         await self.async_admin().Preempt(pb.PreemptRequest(request_id=request_id), metadata=self.metadata())
+
+    def swap_weights(self, directory: str) -> None:
+        """Goes on with the weights of another checkpoint, a directory of the workers' machines."""
+        self.admin().SwapWeights(pb.SwapWeightsRequest(directory=directory), metadata=self.metadata())
+
+    async def aswap_weights(self, directory: str) -> None:
+        """`swap_weights`, asynchronously."""
+        await self.async_admin().SwapWeights(pb.SwapWeightsRequest(directory=directory), metadata=self.metadata())
+
+    async def astory(self, request_id: str) -> str:
+        """What the scheduler remembers of a request, line by line."""
+        return str(
+            (await self.async_admin().Story(pb.StoryRequest(request_id=request_id), metadata=self.metadata())).text
+        )
 
     def recording(self) -> bytes:
         """The scheduler's log, as a file for `slipstream replay`."""

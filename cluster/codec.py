@@ -25,6 +25,7 @@ class Start:
     seed: int
     choice_seed: int
     num_prompt_tokens: int
+    fingerprint: str = ""  # of the numbers the stream begins with; "": not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,7 @@ def decode_generate_request(message: Any, timeout_s: float | None) -> ClientRequ
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         resume_token_ids=tuple(message.resume_token_ids),
+        resume_fingerprint=message.resume_fingerprint or None,
         not_implemented=unknown_fields(message),
     )
 
@@ -91,6 +93,7 @@ def encode_generate_request(request: ClientRequest) -> Any:
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         resume_token_ids=request.resume_token_ids,
+        resume_fingerprint=request.resume_fingerprint or "",
     )
     _encode_prompt(request.prompt, message)
     return message
@@ -194,6 +197,7 @@ def _encode_start(start: Start) -> Any:
         seed=start.seed,
         choice_seed=start.choice_seed,
         prompt_tokens=start.num_prompt_tokens,
+        fingerprint=start.fingerprint,
     )
 
 
@@ -203,6 +207,7 @@ def _decode_start(message: Any) -> Start:
         seed=message.seed,
         choice_seed=message.choice_seed,
         num_prompt_tokens=message.prompt_tokens,
+        fingerprint=message.fingerprint,
     )
 
 

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 
 from cluster.errors import ConfigError
+from cluster.faults import Faults
 from cluster.loopback import is_loopback
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -100,6 +101,7 @@ class ServeConfig:
     address: str | None = None  # of a running Ray cluster to join; None: one of this machine alone
     num_front_ends: int = 1
     transport: str = "ray"  # of steps between the scheduler and its workers
+    faults: Faults = field(default_factory=Faults)  # between the scheduler and its workers
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
 
@@ -118,6 +120,7 @@ class ServeConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         self.speculative.check()
+        self.faults.check()
         self._check_security()
 
     def _check_security(self) -> None:

@@ -60,20 +60,20 @@ class FrontEndActor:
             link, name=self._spec.name, tokenizer=self._tokenizer, draw_seed=_seeds(self._spec.seed, self._spec.name)
         )
         me = ray.get_runtime_context().current_actor
-        life = await link.connect(self._front_end, me)
+        connection = await link.connect(self._front_end, me)
         serving = Serving(front_end=self._front_end, model=self._model(), tokenizer=self._tokenizer)
         self._server = Server(serving, self._spec.server)
         port = await self._server.start()
         if self._spec.metrics is not None:
             self._metrics = MetricsServer(Metrics(self._front_end, self._server.guard), self._spec.metrics)
             await self._metrics.start()
-        self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, life))
+        self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, connection))
         return port
 
-    async def deliver(self, life: int, seq: int, packed: bytes) -> None:
-        """What one scheduler event means for this front end's streams: packed commands."""
+    async def deliver(self, connection: int, seq: int, packed: bytes) -> None:
+        """What one scheduler event means for this front end's streams: packed messages."""
         assert self._front_end is not None
-        self._front_end.deliver(seq, unpack(packed), life)
+        self._front_end.deliver(seq, unpack(packed), connection)
 
     async def wait_until_closed(self) -> str:
         """Why this front end can serve no more, once it cannot."""

@@ -18,10 +18,10 @@ from cluster.deliveries import InOrder
 from cluster.in_turn import InTurn
 from cluster.latency import Latency
 from cluster.text import Detokenizer, OutputText, Tokenizer
-from scheduler.events import EmitTokens, FinishRequest, RejectRequest
+from scheduler.events import EmitTokens, FinishRequest, RejectRequest, Seated
 from scheduler.request import FinishReason, Request
 
-Delivered = EmitTokens | FinishRequest | RejectRequest
+Delivered = EmitTokens | FinishRequest | RejectRequest | Seated
 
 MAX_RESUBMISSIONS = 1 << 10  # per client attempt: their numbers are laid out between two of the client's
 GAP_TIMEOUT_S = 2.0  # a delivery overtaken for so long is lost
@@ -57,6 +57,14 @@ class SchedulerLink(Protocol):
 
     async def recording(self) -> bytes:
         """The scheduler's log. Raises ValueError if it keeps none."""
+        ...
+
+    async def swap_weights(self, directory: str) -> None:
+        """Goes on with the weights of another checkpoint. Raises ValueError if a worker cannot load them."""
+        ...
+
+    async def story(self, request_id: str) -> str:
+        """One request's history."""
         ...
 
 
@@ -167,6 +175,14 @@ class FrontEnd:
         """The scheduler's log. Raises ConnectionError when it cannot be reached, ValueError if it keeps none."""
         return await self._link.recording()
 
+    async def swap_weights(self, directory: str) -> None:
+        """Goes on with the weights of another checkpoint. Raises ConnectionError, or ValueError if it cannot."""
+        await self._link.swap_weights(directory)
+
+    async def story(self, request_id: str) -> str:
+        """The scheduler's history of a request. Raises ConnectionError when it cannot be reached."""
+        return await self._link.story(request_id)
+
     async def scheduler_stats(self) -> dict[str, object]:
         """The scheduler's counters. Raises ConnectionError when it cannot be reached."""
         return await self._link.stats()
@@ -215,7 +231,10 @@ class FrontEnd:
     # ---- for the scheduler's side ----
 
     def deliver(self, seq: int, commands: Sequence[Delivered], life: int = 0) -> None:
-        """Commands for this front end: the `seq`-th delivery of this scheduler life, in any order."""
+        """Commands for this front end: the `seq`-th delivery of this scheduler life, in any order.
+
+        A connection made anew within one life of the scheduler counts as a life of its own.
+        """
         if life in self._ended_lives:
             return
         if self._life is None:
@@ -258,6 +277,8 @@ class FrontEnd:
                     self._on_finish(command)
                 case RejectRequest():
                     self._on_reject(command)
+                case Seated():
+                    self._on_seated(command)
 
     def _on_emit_tokens(self, command: EmitTokens) -> None:
         logprobs = {row.row_index: row for row in command.logprobs}
@@ -313,6 +334,11 @@ class FrontEnd:
             return
         del self._open[command.stream]
         call.fail(StreamError(command.code.value, command.message, command.retry_after_ms))
+
+    def _on_seated(self, command: Seated) -> None:
+        subscribed = self._subscribed(command.stream, command.attempt)
+        if subscribed is not None:
+            subscribed[1].seated(command.fingerprint)
 
     def _subscribed(self, stream: int, attempt: int) -> tuple[Call, Choice] | None:
         found = self._open.get(stream)
@@ -433,6 +459,7 @@ class FrontEnd:
             stream=self._new_stream(),
             prompt_token_ids=request.prompt_token_ids,
             resume_token_ids=request.resume_token_ids,
+            fingerprint=request.resume_fingerprint,
             max_tokens=request.max_tokens,
             sampling=replace(request.sampling, seed=choice_seed(call.seed, index, request.n)),
             max_drafts=request.max_drafts,

@@ -153,6 +153,14 @@ class GrpcWorkerPort:
         """The session the worker is in. Raises WorkerUnreachable."""
         return await self._there().health()
 
+    async def prepare(self, weights: str) -> None:
+        """Load weights that a plan will swap to. Raises ValueError when it cannot, or WorkerUnreachable."""
+        await self._registrar.prepare(weights)
+
+    async def weights(self) -> str | None:
+        """What the worker was last swapped to. Raises WorkerUnreachable."""
+        return await self._registrar.weights()
+
     def _there(self) -> "Connection":
         if self._connection is None:
             raise WorkerUnreachable("the worker has not registered")

@@ -49,4 +49,5 @@ def _start(call: Call, index: int) -> Start:
         seed=call.seed,
         choice_seed=choice_seed(call.seed, index, call.request.n),
         num_prompt_tokens=len(call.request.prompt_token_ids),
+        fingerprint=call.choices[index].fingerprint or "",
     )

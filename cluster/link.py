@@ -17,8 +17,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from cluster.frontend import FrontEnd, SchedulerUnavailable
-from scheduler.actor import SchedulerActor, StepRaised, WorkerUnreachable
-from scheduler.events import Command, WorkerUp
+from scheduler.actor import Message, SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.events import WorkerUp
 from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
 from worker.actor import Registered, WorkerActor, WorkerTraits, pack, unpack
@@ -72,6 +72,23 @@ class RayWorkerPort:
             raise WorkerUnreachable(one_line(error)) from error
         return session
 
+    async def prepare(self, weights: str) -> None:
+        """Load weights that a plan will swap to. Raises ValueError when it cannot, or WorkerUnreachable."""
+        try:
+            await self._actor().prepare.remote(weights)
+        except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
+                raise ValueError(one_line(error)) from error
+            raise WorkerUnreachable(one_line(error)) from error
+
+    async def weights(self) -> str | None:
+        """What the worker was last swapped to. Raises WorkerUnreachable."""
+        try:
+            weights: str | None = await self._actor().weights.remote()
+        except RayError as error:
+            raise WorkerUnreachable(one_line(error)) from error
+        return weights
+
     def _actor(self) -> "ActorHandle[WorkerActor]":
         if self._found is None:
             try:
@@ -84,7 +101,7 @@ class RayWorkerPort:
 class DeliveryActor(Protocol):
     """The actor a front end runs in."""
 
-    async def deliver(self, life: int, seq: int, packed: bytes) -> None: ...
+    async def deliver(self, connection: int, seq: int, packed: bytes) -> None: ...
 
 
 class RayFrontEndPort:
@@ -94,12 +111,12 @@ class RayFrontEndPort:
         self._actor = actor
         self._next_awaited_s = 0.0
 
-    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+    async def deliver(self, connection: int, seq: int, messages: Sequence[Message]) -> None:
         """Raises ConnectionError when the front end's process is gone.
 
         Waiting for an answer costs as much as the call: a few a second tell as well that it is there.
         """
-        answer: Any = self._actor.deliver.remote(life, seq, pack(commands))
+        answer: Any = self._actor.deliver.remote(connection, seq, pack(messages))
         now_s = time.monotonic()
         if now_s < self._next_awaited_s:
             return
@@ -138,28 +155,33 @@ class RaySchedulerLink:
 
     async def recording(self) -> bytes:
         """The scheduler's log. Raises ValueError if it keeps none."""
-        try:
-            content: bytes = await _answered(self._scheduler.recording.remote())
-        except SchedulerUnavailable as error:
-            if isinstance(error.__cause__, RayTaskError) and isinstance(error.__cause__.cause, ValueError):
-                raise ValueError(str(error.__cause__.cause)) from error
-            raise
+        content: bytes = await _answered(self._scheduler.recording.remote())
         return content
 
-    async def connect(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]") -> int:
-        """Tells this life of the scheduler where the front end is; the life's number."""
-        life: int = await _answered(self._scheduler.connect.remote(front_end.name, RayFrontEndPort(actor)))
-        front_end.scheduler_restarted(life)
-        return life
+    async def swap_weights(self, directory: str) -> None:
+        """Go on with the weights of another checkpoint. Raises ValueError if a worker cannot load them."""
+        await _answered(self._scheduler.swap_weights.remote(directory))
 
-    async def follow(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]", life: int) -> None:
-        """Keeps a front end connected to every life of the scheduler, until there is no hope for one."""
+    async def story(self, request_id: str) -> str:
+        """One request's history in this life of the scheduler."""
+        story: str = await _answered(self._scheduler.story.remote(request_id))
+        return story
+
+    async def connect(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]") -> int:
+        """Tells the scheduler where the front end is; the connection's number."""
+        connection: int = await _answered(self._scheduler.connect.remote(front_end.name, RayFrontEndPort(actor)))
+        front_end.scheduler_restarted(connection)
+        return connection
+
+    async def follow(self, front_end: FrontEnd, actor: "ActorHandle[DeliveryActor]", connection: int) -> None:
+        """Keeps a front end connected, to every life of the scheduler, until there is no hope for one."""
         clock = asyncio.get_running_loop().time
         last_heard_s = clock()
         while True:
             try:
-                if await _answered(self._scheduler.health.remote()) != life:
-                    life = await self.connect(front_end, actor)
+                # Another life knows no connection of ours, and this one forgets it when a delivery failed.
+                if await _answered(self._scheduler.connection.remote(front_end.name)) != connection:
+                    connection = await self.connect(front_end, actor)
                 last_heard_s = clock()
             except SchedulerUnavailable as error:
                 hopeless = isinstance(error.__cause__, ActorDiedError | RayTaskError)
@@ -182,9 +204,12 @@ def worker_up(traits: WorkerTraits, session: int) -> WorkerUp:
 
 
 async def _answered(answer: Coroutine[object, object, Answer]) -> Answer:
+    """Raises SchedulerUnavailable, or the scheduler's own ValueError."""
     try:
         return await answer
     except RayError as error:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):
+            raise ValueError(one_line(error)) from error
         raise SchedulerUnavailable(one_line(error)) from error
 
 

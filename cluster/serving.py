@@ -62,6 +62,10 @@ class Serving:
         """Takes a request off its worker. An operator names another tenant's as `TENANT/REQUEST_ID`."""
         await self.front_end.preempt(current_caller().scoped(request_id))
 
+    async def story(self, request_id: str) -> str:
+        """What the scheduler remembers of a request, named as for `preempt`."""
+        return await self.front_end.story(current_caller().scoped(request_id))
+
     def _check_concurrency(self, caller: Caller, request_id: str, n: int) -> None:
         if caller.tenant is None or caller.max_concurrent is None:
             return

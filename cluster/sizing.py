@@ -18,7 +18,8 @@ from worker.actor import WorkerSpec
 CPU_POOL_BYTES = 1 << 30  # of one worker, by default
 CPU_POOL_SHARE = 0.25  # of the memory that is free, all workers together
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-RESEND_AFTER_NS = 30_000_000_000  # Ray delivers or says that it did not; a step on a CPU may take seconds
+RESEND_AFTER_NS = 30_000_000_000  # transports deliver or say that they did not; a step on a CPU may take seconds
+RESEND_AFTER_FAULTS_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,7 @@ def _scheduler_config(config: ServeConfig, device: str, max_model_len: int, num_
         scheduling_policy=config.scheduling_policy,
         max_waiting=config.max_waiting,
         largest_pool_blocks=num_blocks if num_blocks is not None else 1 << 30,
-        resend_after_ns=RESEND_AFTER_NS,
+        resend_after_ns=RESEND_AFTER_FAULTS_NS if config.faults.any else RESEND_AFTER_NS,
     )
 
 

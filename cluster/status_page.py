@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.running import Running
@@ -44,6 +45,7 @@ def status_of(running: Running, stats: dict[str, Any]) -> dict[str, Any]:
             "salvaged": scheduler["tokens_salvaged"],
         },
         "front_end": stats["front_end"],
+        "notices": scheduler["notices"],
     }
 
 
@@ -51,6 +53,8 @@ def status_table(page: dict[str, Any]) -> Table:
     """The same for a person."""
     table = Table(title=f"{page['model']} on {', '.join(page['endpoints'])}", show_header=False, title_justify="left")
     requests, blocks, acceptance, tokens = page["requests"], page["blocks"], page["acceptance"], page["tokens"]
+    for notice in page["notices"]:
+        table.add_row("[bold red]notice[/bold red]", f"[bold red]{escape(notice)}[/bold red]")
     for worker in page["workers"]:
         table.add_row(
             worker["worker_id"],

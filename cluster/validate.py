@@ -24,6 +24,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_NAME_CHARACTERS = 256
+MAX_FINGERPRINT_CHARACTERS = 4096
 MAX_ATTEMPT = 1 << 20
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
@@ -67,6 +68,7 @@ class ClientRequest:
     cache_salt: str = ""
     tenant: str = ""
     resume_token_ids: Sequence[int] = ()
+    resume_fingerprint: str | None = None
     with_text: bool = True
     not_implemented: tuple[str, ...] = ()  # fields that were set and that nothing here honours
 
@@ -89,6 +91,7 @@ async def checked(client: ClientRequest, model: ServedModel, tokenizer: Tokenize
         attempt=client.attempt,
         prompt_token_ids=prompt_token_ids,
         resume_token_ids=resume,
+        resume_fingerprint=client.resume_fingerprint or None,
         max_tokens=max_tokens,
         sampling=sampling,
         seed=client.sampling.seed,
@@ -113,6 +116,8 @@ def _check_names(client: ClientRequest, model: ServedModel) -> None:
     for name in ("request_id", "cache_salt", "tenant"):
         if len(getattr(client, name)) > MAX_NAME_CHARACTERS:
             raise ValueError(f"{name} must be at most {MAX_NAME_CHARACTERS} characters")
+    if len(client.resume_fingerprint or "") > MAX_FINGERPRINT_CHARACTERS:
+        raise ValueError(f"resume_fingerprint must be at most {MAX_FINGERPRINT_CHARACTERS} characters")
 
 
 def _check_whole(client: ClientRequest, n: int, tokenizer: Tokenizer | None) -> None:

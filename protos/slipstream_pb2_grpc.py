@@ -168,6 +168,16 @@ class AdminStub:
                 request_serializer=protos_dot_slipstream__pb2.PreemptRequest.SerializeToString,
                 response_deserializer=protos_dot_slipstream__pb2.PreemptResponse.FromString,
                 _registered_method=True)
+        self.SwapWeights = channel.unary_unary(
+                '/slipstream.v1.Admin/SwapWeights',
+                request_serializer=protos_dot_slipstream__pb2.SwapWeightsRequest.SerializeToString,
+                response_deserializer=protos_dot_slipstream__pb2.SwapWeightsResponse.FromString,
+                _registered_method=True)
+        self.Story = channel.unary_unary(
+                '/slipstream.v1.Admin/Story',
+                request_serializer=protos_dot_slipstream__pb2.StoryRequest.SerializeToString,
+                response_deserializer=protos_dot_slipstream__pb2.StoryResponse.FromString,
+                _registered_method=True)
         self.Record = channel.unary_stream(
                 '/slipstream.v1.Admin/Record',
                 request_serializer=protos_dot_slipstream__pb2.RecordRequest.SerializeToString,
@@ -200,6 +210,22 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwapWeights(self, request, context):
+        """Goes on with the weights of another checkpoint of the same architecture, a directory that every
+        worker's machine has. What is in flight is dropped; each stream goes on from its confirmed tokens
+        with the new weights. Refused, and nothing changes, if a worker cannot load them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Story(self, request, context):
+        """What the scheduler remembers of a request, line by line.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Record(self, request, context):
         """The scheduler's latest events, prompts included, as a file for `slipstream replay`.
         """
@@ -224,6 +250,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Preempt,
                     request_deserializer=protos_dot_slipstream__pb2.PreemptRequest.FromString,
                     response_serializer=protos_dot_slipstream__pb2.PreemptResponse.SerializeToString,
+            ),
+            'SwapWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapWeights,
+                    request_deserializer=protos_dot_slipstream__pb2.SwapWeightsRequest.FromString,
+                    response_serializer=protos_dot_slipstream__pb2.SwapWeightsResponse.SerializeToString,
+            ),
+            'Story': grpc.unary_unary_rpc_method_handler(
+                    servicer.Story,
+                    request_deserializer=protos_dot_slipstream__pb2.StoryRequest.FromString,
+                    response_serializer=protos_dot_slipstream__pb2.StoryResponse.SerializeToString,
             ),
             'Record': grpc.unary_stream_rpc_method_handler(
                     servicer.Record,
@@ -312,6 +348,60 @@ class Admin:
             '/slipstream.v1.Admin/Preempt',
             protos_dot_slipstream__pb2.PreemptRequest.SerializeToString,
             protos_dot_slipstream__pb2.PreemptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Admin/SwapWeights',
+            protos_dot_slipstream__pb2.SwapWeightsRequest.SerializeToString,
+            protos_dot_slipstream__pb2.SwapWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Story(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Admin/Story',
+            protos_dot_slipstream__pb2.StoryRequest.SerializeToString,
+            protos_dot_slipstream__pb2.StoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

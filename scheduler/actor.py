@@ -224,8 +224,11 @@ class SchedulerActor:
 
     async def stats(self) -> SchedulerStats:
         """A snapshot of the core's counters."""
-        notices = (*self._notices, *self._absent.values())
-        return replace(self._core.stats(), queue_time=self._queue_time.snapshot(), notices=notices)
+        return replace(self._core.stats(), queue_time=self._queue_time.snapshot(), notices=self.notices())
+
+    def notices(self) -> tuple[str, ...]:
+        """What an operator must know."""
+        return (*self._notices, *self._absent.values())
 
     async def recording(self) -> bytes:
         """The core's log, for `slipstream replay`. Raises ValueError if none is kept."""
@@ -343,29 +346,28 @@ class SchedulerActor:
         """Register a worker, watch it, and when its session ended register it anew."""
         num_failures = 0  # one after the other
         while True:
-            session = self._new_session(worker_id)
-            began_s = time.monotonic()
-            message = await self._live(worker_id, session)
-            num_failures = num_failures + 1 if time.monotonic() - began_s < SHORT_SESSION_S else 0
+            message, lasted_s = await self._live(worker_id)
+            num_failures = num_failures + 1 if lasted_s < SHORT_SESSION_S else 0
             backoff_s = min(FIRST_BACKOFF_S * 2 ** (num_failures - 1), LONGEST_BACKOFF_S) if num_failures else 0.0
             log.warning("worker %s, next try in %.1f s: %s", worker_id, backoff_s, message)
             if num_failures > 1:
                 self._absent[worker_id] = f"worker {worker_id} failed {num_failures} times in a row: {message}"
             await asyncio.sleep(backoff_s)
 
-    async def _live(self, worker_id: str, session: _Session) -> str:
-        """One session of a worker from its registration to its end; why it ended, or why it did not begin."""
-        port = self._workers[worker_id]
+    async def _live(self, worker_id: str) -> tuple[str, float]:
+        """One session of a worker from its registration to its end: why it ended, and how long it lasted."""
+        port, session = self._workers[worker_id], self._new_session(worker_id)
         try:
             worker_up = await port.register(session.number)
             self._learn_weights(await port.weights())
         except WorkerUnreachable as error:
-            return f"it does not register: {error}"
+            return f"it does not register: {error}", 0.0
+        began_s = time.monotonic()
         self._fingerprints[worker_id] = worker_up.fingerprint
         self._apply(worker_up)
         message = await self._watch(worker_id, session)
         self._apply(WorkerDown(worker_id=worker_id, session=session.number, message=message))
-        return f"session {session.number} ended: {message}"
+        return f"session {session.number} ended: {message}", time.monotonic() - began_s
 
     async def _watch(self, worker_id: str, session: _Session) -> str:
         """Why the session ended, once it has."""

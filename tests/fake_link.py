@@ -64,6 +64,7 @@ class FakeLink:
         self.cancelled: list[tuple[str, int]] = []
         self.preempted: list[str] = []
         self.resets: list[bool] = []
+        self.swaps: list[str] = []
         self.live: dict[str, Live] = {}
         self.stall_at: int | None = None  # outputs after which requests get no more
         self.lose: set[int] = set()  # deliveries that never arrive
@@ -74,6 +75,16 @@ class FakeLink:
         self._sent: list[list[Delivered]] = []  # in this life
 
     # ---- the SchedulerLink protocol ----
+
+    async def swap_weights(self, directory: str) -> None:
+        """Knows one checkpoint."""
+        if directory != "/models/other":
+            raise ValueError(f"{directory}: has no config.json")
+        self.swaps.append(directory)
+
+    async def story(self, request_id: str) -> str:
+        """Short."""
+        return f"{request_id}: never heard of it"
 
     async def submit(self, request: Request, timeout_s: float | None) -> None:
         await self.reachable.wait()
@@ -94,7 +105,7 @@ class FakeLink:
         self.cancelled.append((request_id, attempt))
         live = self.live.get(request_id)
         if live is not None and attempt >= live.request.attempt:
-            self._send([self._finish(live, FinishReason.ABORT)])
+            self.send([self._finish(live, FinishReason.ABORT)])
 
     async def reset_prefix_cache(self, reset_running: bool) -> None:
         self.resets.append(reset_running)
@@ -123,7 +134,7 @@ class FakeLink:
             elif self.stall_at is None or live.num_outputs < self.stall_at:
                 commands.extend(self._run(live, next(live.runs)))
         if commands:
-            self._send(commands)
+            self.send(commands)
 
     async def run(self) -> None:
         """Steps for ever, as fast as others let it."""
@@ -203,9 +214,10 @@ class FakeLink:
             message=message,
             retry_after_ms=retry_after_ms,
         )
-        self._send([rejection])
+        self.send([rejection])
 
-    def _send(self, commands: list[Delivered]) -> None:
+    def send(self, commands: list[Delivered]) -> None:
+        """The next delivery of this life."""
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         self._sent.append(commands)
         if self.held is not None:

@@ -59,3 +59,16 @@ async def test_without_a_log_there_is_nothing_to_record(up: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="no events are recorded") as caught:
         await parts.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_swap_says_why_it_was_refused(up: Served) -> None:
+    await up.client.aswap_weights("/models/other")
+    assert up.link.swaps == ["/models/other"]
+    for directory, reason in (("/models/none", "has no config.json"), ("", "directory is empty")):
+        with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
+            await up.client.aswap_weights(directory)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_story_is_the_scheduler_s(up: Served) -> None:
+    assert await up.client.astory("r1") == "r1: never heard of it"

@@ -13,7 +13,8 @@ from cluster.call import Call, StreamError, TextRequest, choice_seed
 from cluster.choice import Finish, Output
 from cluster.deliveries import InOrder
 from cluster.frontend import MAX_RESUBMISSIONS, FrontEnd
-from scheduler.request import FinishReason, SamplingParams
+from scheduler.events import Seated
+from scheduler.request import FinishReason, Request, SamplingParams
 from tests import tiny_tokenizer
 from tests.fake_link import FakeLink, emit, expected_tokens
 
@@ -237,6 +238,54 @@ async def test_a_restarted_scheduler_gets_every_open_stream_again() -> None:
         assert reader.token_ids() == expected_tokens(PROMPT, seed, 12)
         assert reader.text() == TINY.decode(reader.token_ids())
     assert len(link.submitted) == 6
+
+
+def seated(request: Request, fingerprint: str) -> Seated:
+    return Seated(front_end="front", stream=request.stream, attempt=request.attempt, fingerprint=fingerprint)
+
+
+@pytest.mark.parametrize(("second", "inexact"), [("same", False), ("other", True)])
+async def test_a_stream_resubmitted_to_other_numbers_is_inexact(second: str, inexact: bool) -> None:
+    link = FakeLink()
+    front_end = connected(link)
+    reader = Reader(front_end, front_end.open(asked()))
+    await settled()
+    link.send([seated(link.submitted[0], "same")])
+    await steps(link, 2)
+    link.restart()
+    front_end.scheduler_restarted(link.life)
+    await settled()
+    assert link.submitted[1].fingerprint == "same"
+    link.send([seated(link.submitted[1], second)])
+    await steps(link, 10)
+    await reader.done()
+    assert reader.token_ids() == expected_tokens(PROMPT, 7, 12)
+    assert reader.finish().inexact is inexact
+
+
+async def test_numbers_that_change_before_the_first_token_do_not_matter() -> None:
+    link = FakeLink()
+    front_end = connected(link)
+    reader = Reader(front_end, front_end.open(asked()))
+    await settled()
+    link.send([seated(link.submitted[0], "one")])
+    link.send([seated(link.submitted[0], "two")])
+    await steps(link, 10)
+    await reader.done()
+    assert not reader.finish().inexact
+
+
+async def test_a_client_s_own_resumption_names_the_numbers_it_had() -> None:
+    link = FakeLink()
+    front_end = connected(link)
+    resumed = asked(resume_token_ids=expected_tokens(PROMPT, 7, 3), resume_fingerprint="elsewhere")
+    reader = Reader(front_end, front_end.open(resumed))
+    await settled()
+    assert link.submitted[0].fingerprint == "elsewhere"
+    link.send([seated(link.submitted[0], "here")])
+    await steps(link, 10)
+    await reader.done()
+    assert reader.finish().inexact
 
 
 async def test_deliveries_of_an_ended_life_are_dropped() -> None:

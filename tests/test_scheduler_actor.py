@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,21 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from cluster.faults import Faults, FaultyWorkerPort
 from cluster.grpc_link import Connection, GrpcTransport
-from scheduler.actor import Liveness, SchedulerActor, StepRaised, WorkerUnreachable
-from scheduler.events import Command, EmitTokens, FinishRequest, RejectRequest, SchedulerConfig, WorkerUp
+from scheduler.actor import Liveness, Message, SchedulerActor, StepRaised, WorkerPort, WorkerUnreachable
+from scheduler.events import EmitTokens, FinishRequest, RejectRequest, SchedulerConfig, WorkerUp
 from scheduler.request import FinishReason, Request, SamplingParams
 from scheduler.step import StepPlan, StepResult
 from tests.certificates import Authority
+from tests.simulate import worker as toy_worker
 from tests.simulate.toy import chain, next_token
-from tests.simulate.worker import Faults, ShadowWorker
 from worker.session import SessionQueue, StaleSession, StepError
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 MAX_DRAFTS = 3
+NO_FAULTS = Faults()
 BUDGET = 64  # tokens of one step
 Value = TypeVar("Value")
 
@@ -41,6 +43,8 @@ class ToyWorkerPort:
         self.num_sessions = 0
         self._queue = SessionQueue(self._new_executor())
         self._session: int | None = None
+        self.prepared: str | None = None
+        self.swapped: str | None = None
         self.fail_at: int | None = None  # step_seq
 
     def restart(self) -> None:
@@ -71,8 +75,18 @@ class ToyWorkerPort:
         await self.reach()
         return self._session
 
+    async def prepare(self, weights: str) -> None:
+        await self.reach()
+        if "broken" in weights:
+            raise ValueError(f"{weights}: is damaged")
+        self.prepared = weights
+
+    async def weights(self) -> str | None:
+        return self.swapped
+
     def offer(self, plan: StepPlan) -> list[StepResult]:
         """What the worker's own process does with a plan."""
+        self.swapped = plan.weights or self.swapped
         if self.fail_at == plan.step_seq:
             self.fail_at = None
             raise StepError(plan.session, plan.step_seq, "out of luck")
@@ -88,8 +102,8 @@ class ToyWorkerPort:
         if not self.alive:
             raise WorkerUnreachable(f"{self.worker_id} is dead")
 
-    def _new_executor(self) -> ShadowWorker:
-        return ShadowWorker(
+    def _new_executor(self) -> toy_worker.ShadowWorker:
+        return toy_worker.ShadowWorker(
             worker_id=self.worker_id,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -97,7 +111,7 @@ class ToyWorkerPort:
             max_drafts=MAX_DRAFTS,
             drop_last_hit_block=False,
             max_num_batched_tokens=BUDGET,
-            faults=Faults(),
+            faults=toy_worker.Faults(),
             rng=random.Random(0),
             salts=defaultdict(int),
             poisoned=set(),
@@ -128,6 +142,12 @@ class GrpcToyPort:
         await self._toy.reach()
         assert self.connection is not None
         return await self.connection.health()
+
+    async def prepare(self, weights: str) -> None:
+        await self._toy.prepare(weights)
+
+    async def weights(self) -> str | None:
+        return await self._toy.weights()
 
     async def close(self) -> None:
         if self.connection is not None:
@@ -160,19 +180,19 @@ class Inbox:
         self.alive = True
         self.refused = False
 
-    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+    async def deliver(self, connection: int, seq: int, messages: Sequence[Message]) -> None:
         if not self.alive:
             self.refused = True
             raise ConnectionError("gone")
         self.seqs.append(seq)
-        for command in commands:
-            match command:
+        for message in messages:
+            match message:
                 case EmitTokens():
-                    self._take(command)
+                    self._take(message)
                 case FinishRequest():
-                    self.finished[command.stream] = command
+                    self.finished[message.stream] = message
                 case RejectRequest():
-                    self.rejected[command.stream] = command
+                    self.rejected[message.stream] = message
 
     def _take(self, command: EmitTokens) -> None:
         bounds = np.cumsum(command.num_tokens).tolist()
@@ -215,22 +235,44 @@ def expected(asked: Request) -> list[int]:
 class World:
     """One life of the scheduler, its two workers and one front end."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, transport: str, faults: Faults = NO_FAULTS) -> None:
         self.workers = {worker_id: ToyWorkerPort(worker_id) for worker_id in ("a", "b")}
         self.inbox = Inbox()
         self.ports: dict[str, GrpcToyPort] = {}
         if transport == "grpc":
             self.ports = {worker_id: GrpcToyPort(worker) for worker_id, worker in self.workers.items()}
-        self.scheduler = SchedulerActor(
-            SchedulerConfig(
-                block_size=BLOCK_SIZE, max_model_len=128, max_drafts=MAX_DRAFTS, max_num_batched_tokens=BUDGET
-            ),
-            self.ports or self.workers,
-            Liveness(heartbeat_s=0.01, worker_down_after_s=0.1, tick_s=0.005),
+        self.carriers: Mapping[str, WorkerPort] = self.ports or self.workers
+        if faults.any:
+            self.carriers = {name: FaultyWorkerPort(port, faults, name) for name, port in self.carriers.items()}
+        self.lives: list[SchedulerActor] = []
+        self.scheduler = self.new_life()
+
+    def new_life(self) -> SchedulerActor:
+        """A scheduler that knows nothing yet."""
+        config = SchedulerConfig(
+            block_size=BLOCK_SIZE,
+            max_model_len=128,
+            max_drafts=MAX_DRAFTS,
+            max_num_batched_tokens=BUDGET,
+            resend_after_ns=100_000_000,
         )
+        life = SchedulerActor(
+            config, self.carriers, Liveness(heartbeat_s=0.01, worker_down_after_s=0.5, tick_s=0.005), notices=["tried"]
+        )
+        self.lives.append(life)
+        return life
+
+    async def close(self) -> None:
+        for life in self.lives:
+            await life.stop()
+        for port in self.ports.values():
+            await port.close()
 
     async def num_workers(self) -> int:
         return len((await self.scheduler.stats()).workers)
+
+    def notices_of(self, worker_id: str) -> list[str]:
+        return [line for line in self.scheduler.notices() if f"worker {worker_id} " in line]
 
     async def finish(self, *asked: Request) -> None:
         await until(lambda: all(one.stream in self.inbox.finished for one in asked))
@@ -244,9 +286,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     world = World(request.param)
     await world.scheduler.connect("front", world.inbox)
     yield world
-    await world.scheduler.stop()
-    for port in world.ports.values():
-        await port.close()
+    await world.close()
 
 
 async def test_requests_stream_from_two_workers_in_order(world: World) -> None:
@@ -308,9 +348,77 @@ async def test_a_broken_stream_is_opened_again_within_its_session() -> None:
             port.connection.break_stream()
     await world.finish(*asked)
     assert {worker.num_sessions for worker in world.workers.values()} == {1}
-    await world.scheduler.stop()
-    for port in world.ports.values():
-        await port.close()
+    await world.close()
+
+
+@pytest.mark.parametrize("transport", ["calls", "grpc"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_messages_late_repeated_reordered_and_lost_change_no_stream(transport: str, seed: int) -> None:
+    world = World(transport, Faults(delay_ms="uniform:0:4", repeat=0.2, reorder=0.1, drop=0.15, seed=seed))
+    await world.scheduler.connect("front", world.inbox)
+    asked = [request(stream, max_tokens=30 + 5 * stream) for stream in range(6)]
+    for one in asked:
+        await world.scheduler.submit(one, None)
+    await world.finish(*asked)
+    stats = await world.scheduler.stats()
+    assert stats.num_resends > 0
+    assert stats.num_stale_results > 0
+    assert {worker.num_sessions for worker in world.workers.values()} == {1}  # all of it repaired within them
+    await world.close()
+
+
+async def test_a_worker_cut_off_for_long_is_down_and_comes_back() -> None:
+    world = World("calls", Faults(partition="0.5:1.0", seed=3))
+    await world.scheduler.connect("front", world.inbox)
+    asked = [request(stream, max_tokens=60) for stream in range(40)]
+    for one in asked:
+        await world.scheduler.submit(one, None)
+        await asyncio.sleep(0.02)
+    await world.finish(*asked)
+    assert max(worker.num_sessions for worker in world.workers.values()) >= 2
+    await world.close()
+
+
+async def test_a_worker_that_fails_over_and_over_is_told_of_until_it_lasts(world: World) -> None:
+    world.workers["a"].alive = False
+    notices = await until(lambda: world.notices_of("a"))
+    assert "failed 2 times in a row" in notices[0]
+    assert (await world.scheduler.stats()).notices == ("tried", *notices)
+    world.workers["a"].restart()
+    await until(lambda: not world.notices_of("a"))
+
+
+async def test_new_weights_reach_every_worker_and_the_next_life(world: World) -> None:
+    await until(lambda: all(worker.num_sessions == 1 for worker in world.workers.values()))
+    with pytest.raises(ValueError, match="is damaged"):
+        await world.scheduler.swap_weights("/models/broken")
+    await world.scheduler.swap_weights("/models/other")
+    [weights] = {worker.prepared for worker in world.workers.values()}
+    assert weights is not None
+    assert weights.endswith(" /models/other")
+    await until(lambda: {worker.swapped for worker in world.workers.values()} == {weights})
+
+    world.workers["a"].restart()
+    world.workers["a"].swapped = None
+    second = world.new_life()
+    await second.start()
+    await until(lambda: world.workers["a"].swapped == weights)
+
+
+async def test_a_connection_whose_delivery_failed_is_forgotten_and_made_again(world: World) -> None:
+    first = await world.scheduler.connection("front")
+    world.inbox.alive = False
+    await world.scheduler.submit(request(0, max_tokens=100), None)
+    await until(lambda: world.inbox.refused)
+    assert await world.scheduler.connection("front") is None
+    world.inbox.alive = True
+    world.inbox.token_ids.clear()
+    second = await world.scheduler.connect("front", world.inbox)
+    assert first is not None
+    assert second > first
+    asked = replace(request(0, max_tokens=50), attempt=1)
+    await world.scheduler.submit(asked, None)
+    await world.finish(asked)
 
 
 async def test_a_worker_hears_nobody_without_its_secret() -> None:

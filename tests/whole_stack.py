@@ -19,8 +19,8 @@ from cluster.client import Client
 from cluster.frontend import FrontEnd, SchedulerUnavailable
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
-from scheduler.actor import Liveness, SchedulerActor, StepRaised, WorkerUnreachable
-from scheduler.events import Command, SchedulerConfig, WorkerUp
+from scheduler.actor import Liveness, Message, SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.events import SchedulerConfig, WorkerUp
 from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
 from tests.fake_link import VOCAB_SIZE
@@ -83,6 +83,12 @@ class InProcessWorker:
     async def health(self) -> int | None:
         return self._session
 
+    async def prepare(self, weights: str) -> None:
+        raise ValueError(f"nothing can be loaded here: {weights}")
+
+    async def weights(self) -> str | None:
+        return None
+
     def close(self) -> None:
         self._thread.shutdown()
 
@@ -94,10 +100,10 @@ class OutOfOrderPort:
         self._front_end = front_end
         self._rng = random.Random(0)
 
-    async def deliver(self, life: int, seq: int, commands: Sequence[Command]) -> None:
+    async def deliver(self, connection: int, seq: int, messages: Sequence[Message]) -> None:
         for _ in range(self._rng.randrange(4)):
             await asyncio.sleep(0)
-        self._front_end.deliver(seq, commands, life)  # type: ignore[arg-type]
+        self._front_end.deliver(seq, messages, connection)  # type: ignore[arg-type]
 
 
 RECORD_EVENTS = 64  # few, so that the log starts over from snapshots
@@ -120,6 +126,12 @@ class InProcessLink:
 
     async def preempt(self, request_id: str) -> None:
         await self._there().preempt(request_id)
+
+    async def swap_weights(self, directory: str) -> None:
+        await self._there().swap_weights(directory)
+
+    async def story(self, request_id: str) -> str:
+        return await self._there().story(request_id)
 
     async def recording(self) -> bytes:
         return await self._there().recording()

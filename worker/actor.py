@@ -16,6 +16,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from scheduler.step import StepPlan, StepResult
+from worker.checkpoints import Checkpoints
 from worker.session import SessionQueue, StaleSession, StepError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from worker.runner import Runner
 
 HEALTH_GROUP = "health"
+LOAD_GROUP = "load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +122,24 @@ class WorkerActor:
         self._session: int | None = None
         self._traits: WorkerTraits | None = None
         self._queue: SessionQueue | None = None
+        self._checkpoints = Checkpoints()
 
     def load(self) -> WorkerTraits:
         """Load the model unless that was done. `ValueError` says what is wrong with it."""
         if self._traits is None:
-            runner, self._traits = build(self._spec)
+            runner, self._traits = build(self._spec, self._checkpoints)
             self._queue = SessionQueue(runner)
         return self._traits
+
+    @ray.method(concurrency_group=LOAD_GROUP)
+    def prepare(self, weights: str) -> None:
+        """Load weights that a plan will swap to, while steps go on. `ValueError` says what is wrong with them."""
+        self._checkpoints.prepare(weights)
+
+    @ray.method(concurrency_group=HEALTH_GROUP)
+    def weights(self) -> str | None:
+        """What it was last swapped to."""
+        return self._checkpoints.current
 
     def register(self, session: int) -> Registered:
         """Begin a session with an empty pool; whatever was queued for an older one is forgotten."""
@@ -176,7 +189,7 @@ def unpack(packed: bytes) -> Any:
     return pickle.loads(packed)
 
 
-def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
+def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Runner, WorkerTraits]":
     """A runner over a freshly loaded model. torch is first imported here, in the worker's own process."""
     import torch
 
@@ -196,12 +209,15 @@ def build(spec: WorkerSpec) -> "tuple[Runner, WorkerTraits]":
         block_size=spec.block_size,
         max_model_len=spec.max_model_len,
     )
+    checkpoints = checkpoints or Checkpoints()
+    checkpoints.begin(model)
     runner = Runner(
         worker_id=spec.worker_id,
         model=model,
         drafter=_drafter(spec),
         max_num_seqs=spec.max_num_seqs,
         sanitizer=KVSanitizer(num_blocks, spec.block_size) if is_wanted() else None,
+        swap=checkpoints.swap,
     )
     complaints = self_test(model)
     traits = WorkerTraits(
