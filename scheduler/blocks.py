@@ -24,19 +24,19 @@ def root_digest(salt: str, tenant: str = "") -> bytes:
     return sha256(b"slipstream:%d:%s:%s" % (len(name), name, salt.encode())).digest()
 
 
+def block_digest(parent: bytes, token_bytes: bytes) -> bytes:
+    """The digest of one full block, from that of the block before it and its own int32 tokens."""
+    return sha256(parent + token_bytes).digest()
+
+
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Int32Array, num_blocks: int, block_size: int) -> None:
     """Grow the chain of a sequence's block digests in place, from its own tokens, to `num_blocks`."""
     if len(digests) < num_blocks:
-        unknown = token_ids[len(digests) * block_size : num_blocks * block_size]
-        chain_digests(digests, root, unknown.tobytes(), 4 * block_size)
-
-
-def chain_digests(digests: list[bytes], root: bytes, token_bytes: bytes, width: int) -> None:
-    """Lengthen a chain in place by the blocks in `token_bytes`, `width` bytes each: sha256(parent + int32 tokens)."""
-    parent = digests[-1] if digests else root
-    for start in range(0, len(token_bytes), width):
-        parent = sha256(parent + token_bytes[start : start + width]).digest()
-        digests.append(parent)
+        unknown, width = token_ids[len(digests) * block_size : num_blocks * block_size].tobytes(), 4 * block_size
+        parent = digests[-1] if digests else root
+        for start in range(0, len(unknown), width):
+            parent = block_digest(parent, unknown[start : start + width])
+            digests.append(parent)
 
 
 class BlockPool:

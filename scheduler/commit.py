@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.blocks import chain_digests
+from scheduler.blocks import block_digest
 from scheduler.events import SchedulerConfig
 from scheduler.plan import each_of
 from scheduler.request import FinishReason
@@ -163,15 +163,15 @@ def publish_full_blocks(worker: WorkerState, rows: IndexArray, block_size: int) 
     counts = full - published
     row_of, places = rows.repeat(counts), each_of(published, counts)
     tokens, width = table.tokens_of_blocks(row_of, places).tobytes(), 4 * block_size
-    states, made, end = table.states, [], 0
-    for row, start, stop in zip(rows.tolist(), published.tolist(), full.tolist(), strict=True):
+    states, made = table.states, []
+    for row, place, start in zip(row_of.tolist(), places.tolist(), range(0, len(tokens), width), strict=True):
         state = states[row]
         assert state is not None
         digests = state.digests
-        end += (stop - start) * width
-        if stop > len(digests):
-            chain_digests(digests, state.root, tokens[end - (stop - len(digests)) * width : end], width)
-        made += digests[start:stop]
+        if place == len(digests):
+            parent = digests[-1] if place else state.root
+            digests.append(block_digest(parent, tokens[start : start + width]))
+        made.append(digests[place])
     worker.pool.publish(table.block_table[row_of, places].tolist(), made)
 
 

@@ -43,7 +43,7 @@ from scheduler.events import (
 from scheduler.plan import PlanBuilder, convert_frames, plan_running
 from scheduler.request import FinishReason, RejectCode, Request
 from scheduler.rows import RowTable
-from scheduler.state import FRAME_KIND_NAMES, FormerEpoch, FrameKind, RequestState, Step, WorkerState
+from scheduler.state import FRAME_KIND_NAMES, FormerEpoch, FrameKind, RequestState, Step, StoryLine, WorkerState
 from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
 
@@ -71,7 +71,7 @@ class Scheduler:
         self._next_arrival = 0
         self._front_ends: list[str] = []
         self._deadlines: list[tuple[int, str, int]] = []  # (deadline_ns, request_id, arrival)
-        self._ended_stories: OrderedDict[str, list[str]] = OrderedDict()
+        self._ended_stories: OrderedDict[str, list[StoryLine]] = OrderedDict()
         self._ended_streams: OrderedDict[tuple[str, int], None] = OrderedDict()  # (front end, stream), the latest
         self._commands: list[Command] = []
 
@@ -122,7 +122,8 @@ class Scheduler:
         """What happened to a request, line by line; also for the last few that ended."""
         state = self.requests.get(request_id)
         lines = self._ended_stories.get(request_id, []) + (list(state.story) if state else [])
-        return "\n".join(lines) or f"{request_id}: never heard of it"
+        told = [f"[{now_ns / 1e9:.3f}s] {request_id}#{attempt} {line}" for now_ns, attempt, line in lines]
+        return "\n".join(told) or f"{request_id}: never heard of it"
 
     def stats(self) -> SchedulerStats:
         """A snapshot of counters and gauges."""
@@ -705,7 +706,7 @@ class Scheduler:
     # ---- telling ----
 
     def _tell(self, state: RequestState, line: str) -> None:
-        state.story.append(f"[{self.now_ns / 1e9:.3f}s] {state.request.request_id}#{state.request.attempt} {line}")
+        state.story.append((self.now_ns, state.request.attempt, line))
 
     def _tell_frames(self, worker: WorkerState, step: Step, result: StepResult, live: NDArray[np.intp]) -> None:
         for index in live.tolist():
@@ -730,7 +731,7 @@ def answers(result: StepResult, step: Step) -> bool:
     num_rows, num_tokens = len(step.rows), result.num_tokens
     return (
         len(result.epochs) == len(num_tokens) == len(result.num_verified) == num_rows
-        and bool((result.epochs == step.plan.epochs).all())
+        and not np.count_nonzero(result.epochs != step.plan.epochs)
         and not np.count_nonzero(num_tokens < 0)
         and int(np.add.reduce(num_tokens)) == len(result.token_ids)
     )

@@ -205,6 +205,8 @@ def allocate_blocks(worker: WorkerState, planned: PlannedRows) -> list[int]:
 
 def each_of(starts: Int32Array, counts: Int32Array) -> IndexArray:
     """`starts[i], starts[i] + 1, ...`, so many of each: [sum(counts)]."""
+    if np.count_nonzero(counts == 1) == len(counts):
+        return starts.astype(np.intp)
     stops = counts.cumsum()
     numbers: IndexArray = (starts - stops + counts).repeat(counts)
     numbers += np.arange(len(numbers))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scheduler.rows import RowTable
 
 MAX_STORY_LINES = 400
+StoryLine = tuple[int, int, str]  # (now_ns, attempt, what happened)
 
 
 class FrameKind:
@@ -71,7 +72,7 @@ class RequestState:
         self.num_accepted_tokens = 0
         self.fingerprint = request.fingerprint  # of the numbers its stream began with
         self.inexact = False
-        self.story: deque[str] = deque(maxlen=MAX_STORY_LINES)
+        self.story: deque[StoryLine] = deque(maxlen=MAX_STORY_LINES)
 
     @property
     def key(self) -> tuple[str, int]:
