@@ -6,7 +6,7 @@ which one is decided here when something happens to its request, never guessed w
 """
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import assert_never
@@ -71,7 +71,7 @@ class Scheduler:
         self._next_arrival = 0
         self._front_ends: list[str] = []
         self._deadlines: list[tuple[int, str, int]] = []  # (deadline_ns, request_id, arrival)
-        self._ended_stories: OrderedDict[str, list[StoryLine]] = OrderedDict()
+        self._ended_stories: OrderedDict[str, deque[StoryLine]] = OrderedDict()
         self._ended_streams: OrderedDict[tuple[str, int], None] = OrderedDict()  # (front end, stream), the latest
         self._commands: list[Command] = []
 
@@ -121,7 +121,7 @@ class Scheduler:
     def story(self, request_id: str) -> str:
         """What happened to a request, line by line; also for the last few that ended."""
         state = self.requests.get(request_id)
-        lines = self._ended_stories.get(request_id, []) + (list(state.story) if state else [])
+        lines = [*self._ended_stories.get(request_id, ()), *(state.story if state else ())]
         told = [f"[{now_ns / 1e9:.3f}s] {request_id}#{attempt} {line}" for now_ns, attempt, line in lines]
         return "\n".join(told) or f"{request_id}: never heard of it"
 
@@ -244,8 +244,10 @@ class Scheduler:
         self._take_off(state, FrameKind.DROP, why.split(":")[0])
         del self.requests[state.request.request_id]
         self._tell(state, why)
-        ended = self._ended_stories.pop(state.request.request_id, [])
-        self._ended_stories[state.request.request_id] = (ended + list(state.story))[-len(state.story) * 2 :]
+        story = self._ended_stories.pop(state.request.request_id, state.story)
+        if story is not state.story:
+            story.extend(state.story)
+        self._ended_stories[state.request.request_id] = story
         if len(self._ended_stories) > MAX_ENDED_STORIES:
             self._ended_stories.popitem(last=False)
         self._ended_streams[state.request.front_end, state.request.stream] = None

@@ -84,7 +84,7 @@ class PlanBuilder:
         """Number the step and put it in flight."""
         worker = self.worker
         if self.admitted:
-            rows, *counts = np.array(self.admitted, np.int32).T
+            rows, *counts = np.array(self.admitted, np.int32).T.copy()
             self.add(PlannedRows(rows.astype(np.intp), *counts), [])
         planned = joined(self.parts)
         num_rows = len(planned.rows)
