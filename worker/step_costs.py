@@ -1,0 +1,105 @@
+"""What a step costs on this machine: measured at load, corrected while it serves.
+
+Durations only; what they are worth is worker.adaptive's business.
+"""
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.fingerprint import make_batch
+from worker.model import Model
+
+Float64Array = NDArray[np.float64]
+
+MEASURED_TOKENS = (1, 4, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+REPEATS = 3
+DRIFT_RATE = 0.1  # of the load of the whole machine, which all steps share
+SHAPE_RATE = 0.05  # of what one size of step costs beside the others
+MOST_CHANGE = 2.0  # a longer step was disturbed by something else
+MOST_SHAPE = 1.5  # a size that looks worse than it is must not be shunned for ever
+DRAFT_SHARE = 0.1  # of the cheapest step, for one draft of all rows, until one was seen
+
+
+def measure_costs(model: Model, max_tokens: int) -> dict[int, float]:
+    """Nanoseconds of a forward with logits by its number of tokens, each of another request, in an empty pool.
+
+    Uses the first blocks of the pool and zeroes them again: a second or less.
+    """
+    costs: dict[int, float] = {}
+    pool = model.kv_cache
+    sizes = [size for size in MEASURED_TOKENS if size <= min(max_tokens, pool.num_blocks)]
+    for size in sizes:
+        batch = make_batch([([index % 7], 0, [index]) for index in range(size)], pool.block_size, model.device)
+        elapsed = []
+        for _ in range(1 + REPEATS):
+            started_ns = time.perf_counter_ns()
+            model.logits(model.forward(batch)).cpu()
+            elapsed.append(time.perf_counter_ns() - started_ns)
+        costs[size] = float(min(elapsed[1:]))
+    for part in (pool.key, pool.value):
+        part[:, : max(sizes)] = 0
+    return costs
+
+
+class StepCosts:
+    """Nanoseconds of verifying and of drafting, by size."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        """measured: number of tokens -> nanoseconds, at least one."""
+        sizes = np.array(sorted(measured), np.float64)
+        # More tokens never cost less: what says so is noise.
+        self._sizes = sizes
+        self._size_list: list[float] = sizes.tolist()
+        self._measured = np.maximum.accumulate(np.array([measured[int(size)] for size in sizes]))
+        self._drift = 1.0  # of all steps against what was measured
+        self._shape = np.ones(len(sizes))  # of steps of one size against all
+        self._seen = np.zeros(len(sizes), np.bool_)
+        self._like = np.arange(len(sizes))  # the nearest size that was seen
+        self._draft_ns: dict[int, float] = {}  # number of rows, in powers of two -> one draft of each
+
+    def verify_ns(self, num_tokens: Float64Array) -> Float64Array:
+        """Of steps of so many tokens."""
+        costs = self._measured * self._drift * self._shape
+        inside = np.interp(num_tokens, self._sizes, costs)
+        if len(self._sizes) == 1:
+            return inside
+        slope = max((costs[-1] - costs[-2]) / (self._sizes[-1] - self._sizes[-2]), 0.0)
+        return np.asarray(inside + slope * np.maximum(num_tokens - self._sizes[-1], 0.0))
+
+    def draft_ns(self, num_rows: int) -> float:
+        """Of one draft for each of so many rows."""
+        if not self._draft_ns:
+            return DRAFT_SHARE * float(self._measured[0]) * self._drift
+        bucket = num_rows.bit_length()
+        return self._draft_ns[min(self._draft_ns, key=lambda known: abs(known - bucket))]
+
+    def verified(self, num_tokens: int, elapsed_ns: int) -> None:
+        """A step of so many tokens took so long."""
+        nearest = min(range(len(self._sizes)), key=lambda i: abs(self._size_list[i] - num_tokens))
+        if self._size_list[nearest] == num_tokens:
+            expected = float(self._measured[nearest] * self._drift * self._shape[nearest])
+        else:
+            expected = float(self.verify_ns(np.array([float(num_tokens)]))[0])
+        ratio = min(max(elapsed_ns / expected, 1.0 / MOST_CHANGE), MOST_CHANGE)
+        self._drift *= ratio**DRIFT_RATE
+        if not self._seen[nearest]:
+            # What was measured leaves out sampling: sizes never seen are like the nearest one that was.
+            self._seen[nearest] = True
+            seen = np.flatnonzero(self._seen)
+            self._like = seen[np.abs(self._sizes[:, None] - self._sizes[seen]).argmin(1)]
+            return
+        shape = float(self._shape[nearest]) * ratio**SHAPE_RATE
+        self._shape[nearest] = min(max(shape, 1.0 / MOST_SHAPE), MOST_SHAPE)
+        self._shape = self._shape[self._like]
+
+    def drafted(self, num_rows: int, num_drafts: int, elapsed_ns: int) -> None:
+        """So many drafts for each of so many rows took so long."""
+        each, bucket = elapsed_ns / num_drafts, num_rows.bit_length()
+        known = self._draft_ns.get(bucket)
+        if known is None:
+            self._draft_ns[bucket] = each
+        else:
+            self._draft_ns[bucket] = known * min(max(each / known, 1.0 / MOST_CHANGE), MOST_CHANGE) ** DRIFT_RATE
