@@ -1,4 +1,4 @@
-"""Core time per request and step: `python -m tests.bench.scheduler [--json] [--churn]`.
+"""Core time per request and step: `python -m tests.bench.scheduler [--json]`.
 
 Times `Scheduler.handle` alone (plan + commit, commands made) with two steps in flight, prefix cache on.
 At K = 4 rows accept unevenly: 1, 3, 5, 2, 4 tokens per step in turn. The answers of the workers are made
