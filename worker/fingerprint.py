@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from worker.attention import KEY_TILE, CpuAttention
+from worker.attention import CpuAttention
 from worker.batch import Batch
 from worker.model import Model
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "bf16")
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-TEST_TOKENS = KEY_TILE + 24  # past the first tile of keys
+TEST_TOKENS = 152
 INTERPRETED_TOKENS = 20  # Triton's interpreter takes milliseconds per program
 NUM_DRAFTS = 4
 Request = tuple[Sequence[int], int, Sequence[int]]  # token ids, position of the first, block ids
@@ -48,8 +48,6 @@ def self_test(model: Model) -> list[str]:
     for shape, names in _names_by_shape(model).items():
         if not model.linears[names[0]].is_exact:
             complaints.append(f"product {names[0]} {list(shape)} in {_dtype(model)}: {_reason(model)}")
-    if isinstance(model.attention, CpuAttention) and not model.attention.is_exact:
-        complaints.append(f"attention with head size {model.config.head_dim} in {_dtype(model)}: {_reason(model)}")
     return complaints + _Trial(model).complaints()
 
 

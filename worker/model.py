@@ -14,32 +14,14 @@ from worker.architecture import ModelConfig, read_config
 from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
 from worker.linear import Linear, padded_rows
-from worker.rope import Rope, rotate
+from worker.operators import RMSNorm, rotate, silu_mul
+from worker.rope import Rope
 from worker.weights import random_weights, read_weights, weights_hash
 
-__all__ = ["Model", "ModelConfig", "load_model", "random_model"]
+__all__ = ["Model", "ModelConfig", "RMSNorm", "load_model", "random_model"]
 
 ATTENTIONS = ("cpu", "triton")
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
-
-
-class RMSNorm:
-    """Root-mean-square norm with float32 sums and a float32 weight."""
-
-    def __init__(self, weight: torch.Tensor, *, eps: float, dtype: torch.dtype) -> None:
-        """weight: [size]; dtype: of the output."""
-        size = weight.shape[0]
-        self._weight = weight.float() * size**0.5
-        self._eps = eps * size
-        self._dtype = dtype
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., size] of any type, [..., size] in the norm's own."""
-        # x / sqrt(mean(x^2) + eps) with the mean's divisor moved into weight and eps.
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = scale.square_().add_(self._eps).rsqrt_()
-        out: torch.Tensor = (x * scale).mul_(self._weight).to(self._dtype)
-        return out
 
 
 class Layer:
@@ -75,16 +57,16 @@ class Layer:
     def __call__(
         self,
         residual: torch.Tensor,  # [rows, hidden_size] float32, added to in place
+        addend: torch.Tensor | None,  # [rows, hidden_size]: what the layer before has to add to it
         cos: torch.Tensor,  # [rows, 1, head_dim] float32
         sin: torch.Tensor,  # same
         attention: AttentionBackend,
         batch: Batch,  # its tokens are the first rows; the others are padding
-    ) -> None:
-        """Add what this layer has to say about each token."""
-        attended = self._attend(self._qkv(self._input_norm(residual)), cos, sin, attention, batch)
-        residual.add_(self._output(attended))
-        gate, up = self._gate_up(self._mlp_norm(residual)).split(self._intermediate_size, -1)
-        residual.add_(self._down(F.silu(gate).mul_(up)))
+    ) -> torch.Tensor:
+        """What this layer has to add to each token's residual, [rows, hidden_size]."""
+        attended = self._attend(self._qkv(self._input_norm(residual, addend)), cos, sin, attention, batch)
+        hidden = self._mlp_norm(residual, self._output(attended))
+        return self._down(silu_mul(self._gate_up(hidden)))
 
     def _attend(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionBackend, batch: Batch
@@ -96,7 +78,9 @@ class Layer:
         if self._head_norms is not None:
             query_norm, key_norm = self._head_norms
             query, key = turned.split((self._num_heads, self._num_kv_heads), 1)
-            turned = torch.cat((query_norm(query), key_norm(key)), 1)
+            query, key = query_norm.on_heads(query), key_norm.on_heads(key)
+            if not turned.is_cpu:
+                turned = torch.cat((query, key), 1)
         turned = rotate(turned, cos, sin)[:num_tokens]
         query, key = turned.split((self._num_heads, self._num_kv_heads), 1)
         out = attention(query, key, heads[:num_tokens, num_turned:], self._index, batch)
@@ -180,12 +164,14 @@ class Model:
         cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
         residual = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding).float()
         entered: dict[int, torch.Tensor] = {}
+        addend: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
             if index in layers:
-                entered[index] = residual[:num_tokens].to(self.dtype, copy=True)
-            layer(residual, cos, sin, self.attention, batch)
+                state = residual if addend is None else residual + addend
+                entered[index] = state[:num_tokens].to(self.dtype, copy=True)
+            addend = layer(residual, addend, cos, sin, self.attention, batch)
         states = torch.cat([entered[index] for index in layers], 1) if layers else residual[:num_tokens, :0]
-        return self._norm(residual)[:num_tokens], states
+        return self._norm(residual, addend)[:num_tokens], states
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,11 @@ from cluster.demo import QUESTIONS
 from cluster.engine import Engine
 from cluster.model_source import resolve_model
 from cluster.progress import Display
-from cluster.sizing import Sizes
+from cluster.sizing import Sizes, num_cpus
 from cluster.text import ChatMessage, load_tokenizer
 from scheduler.request import SamplingParams
 from worker.actor import build
+from worker.process import environment, restart_with
 
 GOAL = 0.85
 CONCURRENCIES = (1, 8)
@@ -147,7 +148,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    config = ServeConfig(model=arguments.model, port=0, threads=arguments.threads)
+    threads = arguments.threads or num_cpus()
+    restart_with(environment(threads))  # the engine runs here, and as the worker does
+    config = ServeConfig(model=arguments.model, port=0, threads=threads)
     with Display() as display:
         directory: Path = resolve_model(config.model, display)
         deployment = Deployment(config, directory, display.phase)
@@ -156,7 +159,6 @@ def main() -> None:
     finally:
         deployment.stop()
     results = {concurrency: summary(pairs) for concurrency, pairs in measured.items()}
-    threads = deployment.sizes.workers[0].threads
     if arguments.json:
         print(json.dumps({"threads": threads, "goal": GOAL, "concurrent": results}))
         return

@@ -1,0 +1,274 @@
+"""What lies between a CPU model's matrix products, compiled by Numba: norms, rotation, attention, the gate.
+
+A row's numbers depend on nothing but the row: every sum has an order of its own (worker.vectors). Tensors
+come as addresses (`Tensor.data_ptr()`); a Numba array would cost more to unwrap than most of these take.
+The first argument says the elements' type: BFLOAT16 or FLOAT32. Callers check shapes; nothing here does.
+"""
+
+import hashlib
+import math
+from pathlib import Path
+
+import numba
+import numpy as np
+import torch
+from numba import njit
+
+from worker import vectors as v
+from worker.fetch import default_cache_dir
+from worker.vectors import FLOAT_BYTES, LANES
+
+# Decides a row's numbers, and where compiled code is kept: Numba itself would look for changes in this file only.
+SOURCE_HASH = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, v.__file__))).hexdigest()[:16]
+numba.config.CACHE_DIR = str(default_cache_dir() / "kernels" / SOURCE_HASH)
+
+FLOAT32 = np.float32(0)
+KINDS = {torch.bfloat16: np.int16(0), torch.float32: FLOAT32}
+VECTOR_BYTES = LANES * FLOAT_BYTES
+MINUS_INFINITY = np.float32(-np.inf)
+ZERO, ONE = np.float32(0), np.float32(1)
+
+
+@njit(cache=True, nogil=True)
+def add_norm(kind, residual, addend, weight, out, num_rows, size, eps):
+    """residual [rows, size] float32 += addend [rows, size] (0: none); out = its RMSNorm, weighed by float32 weight."""
+    item = _item_size(kind)
+    whole = size // LANES * LANES
+    for row in range(num_rows):
+        x, y, delta = residual + row * size * FLOAT_BYTES, out + row * size * item, addend + row * size * item
+        squares = v.splat(ZERO)
+        for i in range(0, whole, LANES):
+            value = v.load(FLOAT32, x + i * FLOAT_BYTES)
+            if addend != 0:
+                value = v.add(value, v.load(kind, delta + i * item))
+                v.store(FLOAT32, x + i * FLOAT_BYTES, value)
+            squares = v.fma(value, value, squares)
+        square = v.total(squares)
+        for i in range(whole, size):
+            one = v.load_one(FLOAT32, x + i * FLOAT_BYTES)
+            if addend != 0:
+                one = one + v.load_one(kind, delta + i * item)
+                v.store_one(FLOAT32, x + i * FLOAT_BYTES, one)
+            square += one * one
+        scale = ONE / np.float32(math.sqrt(square / np.float32(size) + np.float32(eps)))
+        factor = v.splat(scale)
+        for i in range(0, whole, LANES):
+            value = v.mul(v.load(FLOAT32, x + i * FLOAT_BYTES), factor)
+            v.store(kind, y + i * item, v.mul(value, v.load(FLOAT32, weight + i * FLOAT_BYTES)))
+        for i in range(whole, size):
+            one = v.load_one(FLOAT32, x + i * FLOAT_BYTES) * scale * v.load_one(FLOAT32, weight + i * FLOAT_BYTES)
+            v.store_one(kind, y + i * item, one)
+
+
+@njit(cache=True, nogil=True)
+def norm_heads(kind, x, row_stride, num_rows, num_heads, head_dim, weight, eps):
+    """RMSNorm of each head in place; rows are row_stride elements apart, head_dim is a multiple of 16."""
+    item = _item_size(kind)
+    for row in range(num_rows):
+        for head in range(num_heads):
+            start = x + (row * row_stride + head * head_dim) * item
+            squares = v.splat(ZERO)
+            for i in range(0, head_dim, LANES):
+                value = v.load(kind, start + i * item)
+                squares = v.fma(value, value, squares)
+            mean = v.total(squares) / np.float32(head_dim)
+            factor = v.splat(ONE / np.float32(math.sqrt(mean + np.float32(eps))))
+            for i in range(0, head_dim, LANES):
+                value = v.mul(v.load(kind, start + i * item), factor)
+                v.store(kind, start + i * item, v.mul(value, v.load(FLOAT32, weight + i * FLOAT_BYTES)))
+
+
+@njit(cache=True, nogil=True)
+def rotate(kind, x, row_stride, num_rows, num_heads, head_dim, cos, sin):
+    """Turn each head's halves against each other in place; cos and sin as `worker.rope.Rope` gives them."""
+    item = _item_size(kind)
+    half = head_dim // 2
+    whole = half // LANES * LANES
+    for row in range(num_rows):
+        c, s = cos + row * head_dim * FLOAT_BYTES, sin + (row * head_dim + half) * FLOAT_BYTES
+        for head in range(num_heads):
+            low = x + (row * row_stride + head * head_dim) * item
+            high = low + half * item
+            for i in range(0, whole, LANES):
+                a, b = v.load(kind, low + i * item), v.load(kind, high + i * item)
+                cosine, sine = v.load(FLOAT32, c + i * FLOAT_BYTES), v.load(FLOAT32, s + i * FLOAT_BYTES)
+                v.store(kind, low + i * item, v.sub(v.mul(a, cosine), v.mul(b, sine)))
+                v.store(kind, high + i * item, v.add(v.mul(b, cosine), v.mul(a, sine)))
+            for i in range(whole, half):
+                one, other = v.load_one(kind, low + i * item), v.load_one(kind, high + i * item)
+                cosine_one = v.load_one(FLOAT32, c + i * FLOAT_BYTES)
+                sine_one = v.load_one(FLOAT32, s + i * FLOAT_BYTES)
+                v.store_one(kind, low + i * item, one * cosine_one - other * sine_one)
+                v.store_one(kind, high + i * item, other * cosine_one + one * sine_one)
+
+
+@njit(cache=True, nogil=True)
+def silu_mul(kind, gate_up, out, num_rows, size):
+    """out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]."""
+    item = _item_size(kind)
+    whole = size // LANES * LANES
+    one = v.splat(ONE)
+    for row in range(num_rows):
+        gate, y = gate_up + row * 2 * size * item, out + row * size * item
+        up = gate + size * item
+        for i in range(0, whole, LANES):
+            x = v.load(kind, gate + i * item)
+            gated = v.div(x, v.add(one, v.exp(v.sub(v.splat(ZERO), x))))
+            v.store(kind, y + i * item, v.mul(gated, v.load(kind, up + i * item)))
+        for i in range(whole, size):
+            single = v.load_one(kind, gate + i * item)
+            gated_one = single / (ONE + v.highest(v.exp(v.splat(-single))))
+            v.store_one(kind, y + i * item, gated_one * v.load_one(kind, up + i * item))
+
+
+@njit(cache=True, nogil=True)
+def store_kv(kind, key, value, key_stride, value_stride, slots, num_tokens, size, key_pool, value_pool):
+    """Copy rows of `size` elements, a multiple of 16, into their slots [num_tokens] int64 of one layer's pools."""
+    item = _item_size(kind)
+    for token in range(num_tokens):
+        slot = v.load_int64(slots + token * 8) * size * item
+        k, w = key + token * key_stride * item, value + token * value_stride * item
+        for i in range(0, size * item, LANES * item):
+            v.store(kind, key_pool + slot + i, v.load(kind, k + i))
+            v.store(kind, value_pool + slot + i, v.load(kind, w + i))
+
+
+@njit(cache=True, nogil=True)
+def attend(
+    kind, items, first_item, last_item, query, query_stride, key_pool, value_pool, block_table, table_width, out,
+    block_size, num_heads, num_kv_heads, head_dim, window, scale, scratch, most_keys,
+):  # fmt: skip
+    """Causal attention of work items over paged keys and values of one layer.
+
+    items: [n, 6] int64: first token of the step, number of tokens, row of the block table, position of the
+    first token, first KV head, number of KV heads. query and out: [num_tokens, num_heads, head_dim]. window:
+    keys a query sees at most, 0: all. scratch: float32 of `scratch_size`, of this call alone. most_keys: a
+    multiple of 16, of any item.
+
+    A query's scores are all there before their softmax, so nothing is rescaled: keys that a query may not see
+    are not among its chunks of 16 or have weight exactly 0.
+    """
+    item = _item_size(kind)
+    group = num_heads // num_kv_heads
+    slot_bytes = num_kv_heads * head_dim * item
+    head_bytes = head_dim * FLOAT_BYTES
+    chunk_bytes = LANES * head_bytes  # of one head
+    row_bytes = most_keys * FLOAT_BYTES
+    for index in range(first_item, last_item):
+        entry = items + index * 6 * 8
+        first_token, num_tokens = v.load_int64(entry), v.load_int64(entry + 8)
+        blocks = block_table + v.load_int64(entry + 16) * table_width * 4
+        position, first_head, heads = v.load_int64(entry + 24), v.load_int64(entry + 32), v.load_int64(entry + 40)
+        num_rows = num_tokens * group  # of one KV head
+        chunk = scratch  # [heads, 16, head_dim] keys or values
+        queries = chunk + heads * chunk_bytes  # [heads, num_rows, head_dim]
+        sums = queries + heads * num_rows * head_bytes  # likewise
+        scores = sums + heads * num_rows * head_bytes  # [heads, num_rows, most_keys]
+        num_keys = position + num_tokens
+        first_key = max(position + 1 - window, 0) if window > 0 else 0
+        first_chunk = first_key // LANES * LANES
+        offset = first_head * head_dim * item
+        for head in range(heads):
+            start = query + (first_token * query_stride + (first_head + head) * group * head_dim) * item
+            rows = head * num_rows * head_bytes
+            _read_queries(kind, start, query_stride, queries + rows, sums + rows, num_tokens, group, head_dim, scale)
+        for key in range(first_chunk, num_keys, LANES):
+            _read_chunk(kind, key_pool + offset, slot_bytes, blocks, block_size, key, num_keys, chunk, heads, head_dim)
+            for head in range(heads):
+                for row in range(num_rows):
+                    last = position + row // group  # the last key that this row may see
+                    if key > last or (window > 0 and key + LANES <= last + 1 - window):
+                        continue
+                    at = head * num_rows + row
+                    products = v.dot_products(queries + at * head_bytes, chunk + head * chunk_bytes, head_dim)
+                    v.store(FLOAT32, scores + at * row_bytes + key * FLOAT_BYTES, products)
+        for at in range(heads * num_rows):
+            last = position + at % num_rows // group
+            _softmax(scores + at * row_bytes, max(last + 1 - window, 0) if window > 0 else 0, last + 1)
+        for key in range(first_chunk, num_keys, LANES):
+            _read_chunk(
+                kind, value_pool + offset, slot_bytes, blocks, block_size, key, num_keys, chunk, heads, head_dim
+            )
+            for head in range(heads):
+                for row in range(num_rows):
+                    last = position + row // group
+                    if key > last or (window > 0 and key + LANES <= last + 1 - window):
+                        continue
+                    at = head * num_rows + row
+                    weights = scores + at * row_bytes + key * FLOAT_BYTES
+                    v.add_weighted(weights, chunk + head * chunk_bytes, sums + at * head_bytes, head_dim)
+        for at in range(heads * num_rows):
+            row = at % num_rows
+            to_head = (first_head + at // num_rows) * group + row % group
+            y = out + ((first_token + row // group) * num_heads + to_head) * head_dim * item
+            for i in range(0, head_dim, LANES):
+                v.store(kind, y + i * item, v.load(FLOAT32, sums + at * head_bytes + i * FLOAT_BYTES))
+
+
+def scratch_size(num_heads: int, num_rows: int, most_keys: int, head_dim: int) -> int:
+    """Floats that `attend` needs for items of so many KV heads with so many query rows each."""
+    return num_heads * ((LANES + 2 * num_rows) * head_dim + num_rows * most_keys)
+
+
+@njit(cache=True, inline="always")
+def _item_size(kind):
+    return 2 if isinstance(kind, np.int16) else 4
+
+
+@njit(cache=True, nogil=True)
+def _read_queries(kind, query, query_stride, queries, sums, num_tokens, group, head_dim, scale):
+    """Scaled queries as float32, and zeros beside them."""
+    item = _item_size(kind)
+    factor, zero = v.splat(np.float32(scale)), v.splat(ZERO)
+    for token in range(num_tokens):
+        for i in range(0, group * head_dim, LANES):
+            x = v.load(kind, query + (token * query_stride + i) * item)
+            offset = (token * group * head_dim + i) * FLOAT_BYTES
+            v.store(FLOAT32, queries + offset, v.mul(x, factor))
+            v.store(FLOAT32, sums + offset, zero)
+
+
+@njit(cache=True, nogil=True)
+def _read_chunk(kind, pool, slot_bytes, blocks, block_size, start, num_keys, chunk, num_heads, head_dim):
+    """Keys or values start..start + 15 of some heads as float32; zeros beyond num_keys: no garbage is ever read."""
+    item = _item_size(kind)
+    column = start // block_size
+    offset = start - column * block_size
+    source = pool + (v.load_int32(blocks + column * 4) * block_size + offset) * slot_bytes
+    num_known = min(num_keys - start, LANES)
+    for lane in range(num_known):
+        if offset == block_size:
+            column, offset = column + 1, 0
+            source = pool + v.load_int32(blocks + column * 4) * block_size * slot_bytes
+        target, part = chunk + lane * head_dim * FLOAT_BYTES, source
+        for _ in range(num_heads):
+            for i in range(0, head_dim, LANES):
+                v.store(FLOAT32, target + i * FLOAT_BYTES, v.load(kind, part + i * item))
+            target, part = target + LANES * head_dim * FLOAT_BYTES, part + head_dim * item
+        offset, source = offset + 1, source + slot_bytes
+    zero = v.splat(ZERO)
+    for head in range(num_heads):
+        for i in range((head * LANES + num_known) * head_dim, (head + 1) * LANES * head_dim, LANES):
+            v.store(FLOAT32, chunk + i * FLOAT_BYTES, zero)
+
+
+@njit(cache=True, nogil=True)
+def _softmax(scores, first, end):
+    """Scores of keys first..end - 1 become weights that sum to 1; the rest of their chunks of 16 becomes 0."""
+    start, stop = first // LANES * LANES, -(-end // LANES) * LANES
+    for key in range(start, first):
+        v.store_one(FLOAT32, scores + key * FLOAT_BYTES, MINUS_INFINITY)
+    for key in range(end, stop):
+        v.store_one(FLOAT32, scores + key * FLOAT_BYTES, MINUS_INFINITY)
+    top = v.load(FLOAT32, scores + start * FLOAT_BYTES)
+    for key in range(start + LANES, stop, LANES):
+        top = v.maximum(top, v.load(FLOAT32, scores + key * FLOAT_BYTES))
+    shift = v.splat(v.highest(top))
+    sums = v.splat(ZERO)
+    for key in range(start, stop, LANES):
+        weight = v.exp(v.sub(v.load(FLOAT32, scores + key * FLOAT_BYTES), shift))
+        v.store(FLOAT32, scores + key * FLOAT_BYTES, weight)
+        sums = v.add(sums, weight)
+    factor = v.splat(ONE / v.total(sums))
+    for key in range(start, stop, LANES):
+        v.store(FLOAT32, scores + key * FLOAT_BYTES, v.mul(v.load(FLOAT32, scores + key * FLOAT_BYTES), factor))

@@ -1,0 +1,20 @@
+"""What a process that runs a model must find in its environment before it starts."""
+
+import os
+import sys
+
+# A decode reads every weight once. With small pages its page walks cost as much as the reads: large ones
+# halve a step on a virtual machine. glibc >= 2.35 asks the kernel for them; elsewhere nothing changes.
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Variables of a process whose model computes on so many threads."""
+    count = str(threads)
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false", **LARGE_PAGES}
+
+
+def restart_with(variables: dict[str, str]) -> None:
+    """Start this program again unless it was started with these variables: some are read by the loader only."""
+    if any(os.environ.get(name) != value for name, value in variables.items()):
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)

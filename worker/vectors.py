@@ -1,0 +1,341 @@
+"""Vectors of 16 floats for kernels that Numba compiles.
+
+An order of additions that a compiler may choose is one that may change with a loop's neighbours. These
+functions say it: every lane, every fused multiply-add and every reduction tree is written out, so the same
+numbers come out of every loop they are inlined into and, but for the libraries beside them, of every machine.
+LLVM splits a vector where the machine's are narrower. Addresses are integers, sizes in elements unless said.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+FLOAT_BYTES = 4
+
+_F32 = ir.FloatType()
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VECTOR = ir.VectorType(_F32, LANES)
+_HALVES = ir.VectorType(_I16, LANES)
+_WORDS = ir.VectorType(_I32, LANES)
+
+LOG2_E = 1.44269504088896341
+LN2_HIGH, LN2_LOW = 0.693145751953125, 1.42860682030941723212e-6
+EXP_LOWEST = -87.0  # below it a result is denormal: 0 here
+# Of exp(r) on |r| <= ln(2) / 2, from Cephes' expf (S. Moshier), highest power first.
+EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0e-1)
+
+Codegen = Callable[[Any, Any, Any, Sequence[Any]], Any]
+
+
+class _VectorType(types.Type):
+    """Numba's name for 16 floats in a register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Float32x16")
+
+
+vector_type = _VectorType()
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: Any) -> None:
+        super().__init__(manager, vector, _VECTOR)
+
+
+# ---- memory ----
+
+
+def is_bfloat16(kind: Any) -> bool:
+    """Kernels are compiled by the type of their `kind`: int16 stands for bfloat16, float32 for itself."""
+    return bool(kind == types.int16)
+
+
+def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _load(builder: Any, address: Any) -> Any:
+    return builder.load(_pointer(builder, address, _VECTOR), align=FLOAT_BYTES)
+
+
+@intrinsic
+def load(typing: Any, kind: Any, address: Any) -> tuple[Any, Codegen]:
+    """16 elements at an address, widened to float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        if not is_bfloat16(kind):
+            return _load(builder, args[1])
+        halves = builder.load(_pointer(builder, args[1], _HALVES), align=2)
+        words = builder.shl(builder.zext(halves, _WORDS), _words(16))
+        return builder.bitcast(words, _VECTOR)
+
+    return vector_type(kind, types.int64), codegen
+
+
+@intrinsic
+def store(typing: Any, kind: Any, address: Any, vector: Any) -> tuple[Any, Codegen]:
+    """Write 16 elements, rounded to nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        _, address, value = args
+        if not is_bfloat16(kind):
+            builder.store(value, _pointer(builder, address, _VECTOR), align=FLOAT_BYTES)
+            return context.get_dummy_value()
+        words = builder.bitcast(value, _WORDS)
+        odd = builder.and_(builder.lshr(words, _words(16)), _words(1))
+        rounded = builder.lshr(builder.add(words, builder.add(odd, _words(0x7FFF))), _words(16))
+        builder.store(builder.trunc(rounded, _HALVES), _pointer(builder, address, _HALVES), align=2)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, vector_type), codegen
+
+
+@intrinsic
+def load_one(typing: Any, kind: Any, address: Any) -> tuple[Any, Codegen]:
+    """One element, widened to float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        if not is_bfloat16(kind):
+            return builder.load(_pointer(builder, args[1], _F32), align=FLOAT_BYTES)
+        half = builder.load(_pointer(builder, args[1], _I16), align=2)
+        return builder.bitcast(builder.shl(builder.zext(half, _I32), ir.Constant(_I32, 16)), _F32)
+
+    return types.float32(kind, types.int64), codegen
+
+
+@intrinsic
+def store_one(typing: Any, kind: Any, address: Any, value: Any) -> tuple[Any, Codegen]:
+    """Write one element, rounded to nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        _, address, value = args
+        if not is_bfloat16(kind):
+            builder.store(value, _pointer(builder, address, _F32), align=FLOAT_BYTES)
+            return context.get_dummy_value()
+        word = builder.bitcast(value, _I32)
+        odd = builder.and_(builder.lshr(word, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        word = builder.add(word, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
+        half = builder.trunc(builder.lshr(word, ir.Constant(_I32, 16)), _I16)
+        builder.store(half, _pointer(builder, address, _I16), align=2)
+        return context.get_dummy_value()
+
+    return types.void(kind, types.int64, types.float32), codegen
+
+
+@intrinsic
+def load_int32(typing: Any, address: Any) -> tuple[Any, Codegen]:
+    """One int32, widened to int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return builder.sext(builder.load(_pointer(builder, args[0], _I32), align=4), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def load_int64(typing: Any, address: Any) -> tuple[Any, Codegen]:
+    """One int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return builder.load(_pointer(builder, args[0], _I64), align=8)
+
+    return types.int64(types.int64), codegen
+
+
+# ---- arithmetic ----
+
+
+def _words(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * LANES)
+
+
+def _floats(value: float) -> Any:
+    return ir.Constant(_VECTOR, [value] * LANES)
+
+
+def _call(builder: Any, name: str, *args: Any) -> Any:
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * len(args)), f"llvm.{name}.v{LANES}f32"
+    )
+    return builder.call(function, args)
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), _words(0))
+
+
+def _elementwise(emit: Callable[..., Any], arity: int) -> tuple[Any, Codegen]:
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return emit(builder, *args)
+
+    return vector_type(*[vector_type] * arity), codegen
+
+
+@intrinsic
+def splat(typing: Any, value: Any) -> tuple[Any, Codegen]:
+    """One float32 in every lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return _splat(builder, args[0])
+
+    return vector_type(types.float32), codegen
+
+
+@intrinsic
+def add(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+    """a + b."""
+    return _elementwise(lambda builder, x, y: builder.fadd(x, y), 2)
+
+
+@intrinsic
+def sub(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+    """a - b."""
+    return _elementwise(lambda builder, x, y: builder.fsub(x, y), 2)
+
+
+@intrinsic
+def mul(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+    """a * b."""
+    return _elementwise(lambda builder, x, y: builder.fmul(x, y), 2)
+
+
+@intrinsic
+def div(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+    """a / b."""
+    return _elementwise(lambda builder, x, y: builder.fdiv(x, y), 2)
+
+
+@intrinsic
+def maximum(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+    """The larger of each lane."""
+    return _elementwise(lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y), 2)
+
+
+@intrinsic
+def fma(typing: Any, a: Any, b: Any, c: Any) -> tuple[Any, Codegen]:
+    """a * b + c, rounded once."""
+    return _elementwise(lambda builder, x, y, z: _call(builder, "fma", x, y, z), 3)
+
+
+@intrinsic
+def exp(typing: Any, a: Any) -> tuple[Any, Codegen]:
+    """e ** a of finite or minus infinite lanes, exactly 0 below -87; relative error about 1e-7."""
+
+    def emit(builder: Any, x: Any) -> Any:
+        underflows = builder.fcmp_ordered("<", x, _floats(EXP_LOWEST))
+        x = builder.select(underflows, _floats(EXP_LOWEST), x)
+        power = _call(builder, "rint", builder.fmul(x, _floats(LOG2_E)))
+        rest = _call(builder, "fma", power, _floats(-LN2_HIGH), x)
+        rest = _call(builder, "fma", power, _floats(-LN2_LOW), rest)
+        value = _floats(EXP_COEFFICIENTS[0])
+        for coefficient in EXP_COEFFICIENTS[1:]:
+            value = _call(builder, "fma", value, rest, _floats(coefficient))
+        value = _call(builder, "fma", builder.fmul(value, rest), rest, builder.fadd(rest, _floats(1.0)))
+        exponent = builder.add(builder.fptosi(power, _WORDS), _words(127))
+        value = builder.fmul(value, builder.bitcast(builder.shl(exponent, _words(23)), _VECTOR))
+        return builder.select(underflows, _floats(0.0), value)
+
+    return _elementwise(emit, 1)
+
+
+# ---- across lanes ----
+
+
+def _fold(builder: Any, vector: Any, emit: Callable[[Any, Any], Any]) -> Any:
+    """Combine the upper half of the lanes with the lower, until one is left."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        upper = ir.Constant(_WORDS, [(lane + width) % LANES for lane in range(LANES)])
+        vector = emit(vector, builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), upper))
+    return builder.extract_element(vector, ir.Constant(_I32, 0))
+
+
+@intrinsic
+def total(typing: Any, a: Any) -> tuple[Any, Codegen]:
+    """The sum of all lanes, by halves."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return _fold(builder, args[0], builder.fadd)
+
+    return types.float32(vector_type), codegen
+
+
+@intrinsic
+def highest(typing: Any, a: Any) -> tuple[Any, Codegen]:
+    """The largest lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return _fold(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+    return types.float32(vector_type), codegen
+
+
+@intrinsic
+def dot_products(typing: Any, query: Any, keys: Any, size: Any) -> tuple[Any, Codegen]:
+    """query [size] times 16 keys [16, size], all float32: one product in each lane. size is a multiple of 16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        query, keys, size = args
+        sums = [cgutils.alloca_once_value(builder, _floats(0.0)) for _ in range(LANES)]
+        with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_I64, LANES))) as loop:
+            offset = builder.mul(loop.index, ir.Constant(_I64, LANES * FLOAT_BYTES))
+            factor = _load(builder, builder.add(query, offset))
+            row_bytes = builder.mul(size, ir.Constant(_I64, FLOAT_BYTES))
+            address = builder.add(keys, offset)
+            for total in sums:
+                builder.store(_call(builder, "fma", factor, _load(builder, address), builder.load(total)), total)
+                address = builder.add(address, row_bytes)
+        return _totals(builder, [builder.load(total) for total in sums])
+
+    return vector_type(types.int64, types.int64, types.int64), codegen
+
+
+def _totals(builder: Any, vectors: list[Any]) -> Any:
+    """The sums of 16 vectors' lanes side by side: at each level two vectors become one with half the lanes of each."""
+    width = LANES
+    while len(vectors) > 1:
+        width //= 2
+        group = 2 * width  # lanes that still belong to one sum
+        lower = [lane for lane in range(2 * LANES) if lane % group < width]
+        first, second = ir.Constant(_WORDS, lower), ir.Constant(_WORDS, [lane + width for lane in lower])
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+@intrinsic
+def add_weighted(typing: Any, weights: Any, values: Any, out: Any, size: Any) -> tuple[Any, Codegen]:
+    """out [size] += weights [16] times values [16, size], key by key; all float32. size is a multiple of 16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        weights, values, out, size = args
+        addresses = [builder.add(weights, _offset(lane)) for lane in range(LANES)]
+        factors = [
+            _splat(builder, builder.load(_pointer(builder, address, _F32), align=FLOAT_BYTES)) for address in addresses
+        ]
+        row_bytes = builder.mul(size, ir.Constant(_I64, FLOAT_BYTES))
+        with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_I64, LANES))) as loop:
+            offset = builder.mul(loop.index, ir.Constant(_I64, LANES * FLOAT_BYTES))
+            target = _pointer(builder, builder.add(out, offset), _VECTOR)
+            total = builder.load(target, align=FLOAT_BYTES)
+            address = builder.add(values, offset)
+            for factor in factors:
+                total = _call(builder, "fma", factor, _load(builder, address), total)
+                address = builder.add(address, row_bytes)
+            builder.store(total, target, align=FLOAT_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _offset(index: int) -> Any:
+    return ir.Constant(_I64, index * FLOAT_BYTES)
