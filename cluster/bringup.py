@@ -6,6 +6,8 @@ process of the command line or of a test.
 
 import contextlib
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -14,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -34,6 +36,8 @@ from worker.actor import HEALTH_GROUP, LOAD_GROUP, WorkerActor, WorkerSpec, Work
 PLACEMENT_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
 POLL_S = 0.2
+MAX_DEATHS, MAX_DEATHS_WITHIN_S = 5, 20.0  # of front ends, before it is given up
+REVIVAL_TIMEOUT_S = 60.0
 
 # Told what begins, and left when it has ended: `with phase("Loading 2 workers"): ...`
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -61,7 +65,9 @@ class Deployment:
         self.metrics_endpoints: list[str] = []  # of each front end's metrics, if they are on
         self.warnings = [str(config.faults)] if config.faults.any else []  # and what does not keep the promise here
         self._actors: list[ActorHandle[Any]] = []
-        self._front_ends: list[ActorHandle[Any]] = []
+        self._front_ends: list[ActorHandle[FrontEndActor]] = []
+        self._ends: dict[int, Any] = {}  # index of a front end -> the answer why it closed, once there is one
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)  # of front ends, on the monotonic clock
         self.ray: LocalRay | JoinedRay
         if config.address is None:
             self._start_ray(phase)
@@ -79,15 +85,41 @@ class Deployment:
             raise
 
     def wait(self, timeout_s: float) -> str | None:
-        """Why a front end ended, if one did within the timeout."""
-        waits: list[Any] = [front_end.wait_until_closed.remote() for front_end in self._front_ends]
-        ended, _ = ray.wait(waits, num_returns=1, timeout=timeout_s)
+        """Why no more can be served, if that happened within the timeout. A front end that died is started again."""
+        for index, front_end in enumerate(self._front_ends):
+            # One call to each: it takes a place among those that the actor answers at once.
+            if index not in self._ends:
+                self._ends[index] = front_end.wait_until_closed.remote()
+        ended, _ = ray.wait(list(self._ends.values()), num_returns=1, timeout=timeout_s)
         if not ended:
             return None
+        [index] = [index for index, end in self._ends.items() if end == ended[0]]
+        del self._ends[index]
         try:
-            return str(ray.get(ended[0]))
+            why = ray.get(ended[0])
+        except RayActorError as error:
+            return self._revive(index, one_line(error))
         except RayError as error:
             return one_line(error)
+        return why if why is not None else self._revive(index, "it was started again")
+
+    def _revive(self, index: int, died: str) -> str | None:
+        """Ray has begun its process again: load and listen where it did. Why not, if that fails."""
+        self._deaths.append(time.monotonic())
+        if len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] < MAX_DEATHS_WITHIN_S:
+            return f"front ends died {MAX_DEATHS} times within {MAX_DEATHS_WITHIN_S:g} s: {died}"
+        front_end = self._front_ends[index]
+        port = int(self.endpoints[index].rpartition(":")[2])
+        deadline_s = time.monotonic() + REVIVAL_TIMEOUT_S
+        while True:
+            try:
+                ray.get(front_end.load.remote())
+                ray.get(front_end.start.remote(self._scheduler, port))
+                return None
+            except RayError as error:
+                if isinstance(error, ActorDiedError) or time.monotonic() > deadline_s:
+                    return one_line(error)
+                time.sleep(POLL_S)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Streams get the grace to end; then every process is ended."""
@@ -135,8 +167,8 @@ class Deployment:
             ray.get(loads)
         self.warnings += [f"{worker.worker_id}: {complaint}" for worker in traits for complaint in worker.complaints]
         with phase("Starting the scheduler and the gRPC front end"):
-            scheduler = self._start_scheduler(workers, traits)
-            ports: list[int] = ray.get([front_end.start.remote(scheduler) for front_end in front_ends])
+            self._scheduler = self._start_scheduler(workers, traits)
+            ports: list[int] = ray.get([front_end.start.remote(self._scheduler) for front_end in front_ends])
             metrics: list[str | None] = ray.get([front_end.metrics_address.remote() for front_end in front_ends])
         self.endpoints = [f"{self.config.host}:{port}" for port in ports]
         self.metrics_endpoints = [address for address in metrics if address is not None]
@@ -212,7 +244,7 @@ class Deployment:
             dtype=self.sizes.dtype,
             seed=self.config.seed,
         )
-        actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=0, **self._here())
+        actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=-1, **self._here())
         self._front_ends.append(actor)
         return actor
 

@@ -13,7 +13,7 @@ from typer.exceptions import TyperException
 from cluster import running
 from cluster.config import ServeConfig, SpeculativeConfig
 from cluster.errors import BringUpError, ConfigError, ServerError
-from cluster.faults import Faults
+from cluster.faults import Faults, stress_faults
 from cluster.model_source import resolve_model
 from cluster.processes import adopt_orphans
 from cluster.progress import Display
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 Answer = TypeVar("Answer")
 DEFAULTS = ServeConfig()
-DEFAULT_SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
+DEFAULT_SPECULATION = '{"num_speculative_tokens": "auto"}'
 
 Model = Annotated[str, typer.Option(help="smollm2, a Hugging Face directory, or a hub name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on the last line.")]
@@ -319,6 +319,70 @@ def demo(
     config = ServeConfig(model=model, data_parallel_size=workers, port=0)
     with StopSignals():
         run_demo(config, max_tokens=max_tokens, as_json=as_json)
+
+
+@app.command()
+def stress(
+    seconds: Annotated[float, typer.Option(help="How long streams are begun.")] = 60.0,
+    kill: Annotated[str, typer.Option(help="Any of worker,scheduler,frontend; each in its turn.")] = "",
+    kill_every_s: Annotated[float, typer.Option(help="From one being back to the next.")] = 6.0,
+    delay: Annotated[bool, typer.Option("--delay", help="Steps' messages come late.")] = False,
+    repeat: Annotated[bool, typer.Option("--repeat", help="Some come twice.")] = False,
+    reorder: Annotated[bool, typer.Option("--reorder", help="Some are overtaken.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Some are lost.")] = False,
+    partition: Annotated[bool, typer.Option("--partition", help="Workers are cut off now and then.")] = False,
+    preempt: Annotated[bool, typer.Option("--preempt", help="Requests are taken off their workers.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="The KV of running requests is reset.")] = False,
+    transport: Annotated[str, typer.Option(help="To workers: ray (actor calls) or grpc.")] = DEFAULTS.transport,
+    model: Model = DEFAULTS.model,
+    dtype: Annotated[str, typer.Option(help="float32: greedy streams are held against transformers.")] = "float32",
+    workers: Annotated[int, typer.Option(help="Worker actors.")] = 3,
+    num_front_ends: Annotated[int, typer.Option(help="Each has clients of its own.")] = 1,
+    concurrency: Annotated[int, typer.Option(help="Streams at once.")] = 12,
+    max_model_len: Annotated[int, typer.Option(help="Tokens of prompt and output together.")] = 256,
+    threads: Annotated[int, typer.Option(help="Of one worker.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of requests, faults and kills.")] = 0,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a server running on this machine, started with the same flags.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Load a deployment, break it in the chosen ways, and verify every stream; exit code 1 on any violation."""
+    adopt_orphans()
+    from cluster.stress import StressConfig, run_stress
+
+    kinds = tuple(kind for kind in kill.split(",") if kind)
+    wished = {"delay": delay, "repeat": repeat, "reorder": reorder, "drop": drop, "partition": partition}
+    if address is not None and any(wished.values()):
+        raise ConfigError("--address: messages are disturbed by the server itself; start it with --fault-...")
+    found = None if address is None else _running(int(address.rpartition(":")[2]))
+    config = StressConfig(
+        serve=ServeConfig(
+            model=model,
+            dtype=dtype,
+            data_parallel_size=workers,
+            num_front_ends=num_front_ends,
+            port=0,
+            metrics_port=0,
+            max_num_seqs=8,
+            max_model_len=max_model_len,
+            num_gpu_blocks_override=3 * -(-max_model_len // DEFAULTS.block_size),
+            threads=threads,
+            transport=transport,
+            faults=stress_faults(wished, seed),
+        ),
+        endpoints=() if found is None else found.endpoints,
+        root=None if found is None else found.pid,
+        seconds=seconds,
+        kill=kinds,
+        kill_every_s=kill_every_s,
+        preempt=preempt,
+        reset=reset,
+        concurrency=concurrency,
+        seed=seed,
+    )
+    with StopSignals():
+        return run_stress(config, as_json=as_json)
 
 
 def _client(address: str, ca: str | None, cert: str | None, key: str | None, token_file: str | None) -> "Client":

@@ -64,6 +64,7 @@ class Generation:
         self._deadline_s = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         self._token_ids = list(request.resume_token_ids)
         self._num_characters: int | None = None  # of text seen; None before the first message
+        self.num_repeated_tokens = 0  # that came again, and were dropped
         self._num_finished = 0
         self._ended = False
         self._silent_since_s = time.monotonic()
@@ -146,6 +147,7 @@ class Generation:
         skip = len(self._token_ids) - output.offset
         if skip < 0:
             raise ValueError(f"output {output.offset} came after {len(self._token_ids)} tokens")
+        self.num_repeated_tokens += min(skip, len(output.token_ids))
         skip_text = 0 if self._num_characters is None else self._num_characters - output.text_offset
         if skip_text < 0:
             raise ValueError(f"text at {output.text_offset} came after {self._num_characters} characters")

@@ -6,7 +6,7 @@ lost is repaired by the session protocol: plans are sent again, results are answ
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -192,3 +192,15 @@ def _numbers(flag: str, text: str, parts: Sequence[str], count: int) -> list[flo
     if len(numbers) != count or not all(0.0 <= number < float("inf") for number in numbers):
         raise ConfigError(f"{flag}: {text!r} needs {count} numbers of at least 0, separated by colons")
     return numbers
+
+
+def stress_faults(wished: Mapping[str, bool], seed: int) -> Faults:
+    """Bad enough to show, not so bad that nothing gets through. A partition outlasts the patience with a worker."""
+    return Faults(
+        delay_ms="10" if wished["delay"] else None,
+        repeat=0.1 if wished["repeat"] else 0.0,
+        reorder=0.1 if wished["reorder"] else 0.0,
+        drop=0.02 if wished["drop"] else 0.0,
+        partition="20:4" if wished["partition"] else None,
+        seed=seed,
+    )

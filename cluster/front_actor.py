@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -40,7 +40,7 @@ class FrontEndSpec:
 
 
 class FrontEndActor:
-    """One gRPC front end. It dies with its streams; clients resume at another one."""
+    """One gRPC front end. Its streams die with it; clients resume them there or at another one."""
 
     def __init__(self, spec: FrontEndSpec) -> None:
         self._spec = spec
@@ -53,8 +53,11 @@ class FrontEndActor:
         """Read the tokenizer. `ValueError` says what is wrong with it."""
         self._tokenizer = _tokenizer_of(Path(self._spec.directory))
 
-    async def start(self, scheduler: "ActorHandle[SchedulerActor]") -> int:
-        """Connect to the scheduler and answer requests; the port. `ValueError` when it is taken."""
+    async def start(self, scheduler: "ActorHandle[SchedulerActor]", port: int | None = None) -> int:
+        """Connect to the scheduler and answer requests; the port. `ValueError` when it is taken.
+
+        `port`: where a process of this name listened before.
+        """
         link = RaySchedulerLink(scheduler)
         self._front_end = FrontEnd(
             link, name=self._spec.name, tokenizer=self._tokenizer, draw_seed=_seeds(self._spec.seed, self._spec.name)
@@ -62,7 +65,8 @@ class FrontEndActor:
         me = ray.get_runtime_context().current_actor
         connection = await link.connect(self._front_end, me)
         serving = Serving(front_end=self._front_end, model=self._model(), tokenizer=self._tokenizer)
-        self._server = Server(serving, self._spec.server)
+        config = self._spec.server if port is None else replace(self._spec.server, port=port)
+        self._server = Server(serving, config)
         port = await self._server.start()
         if self._spec.metrics is not None:
             self._metrics = MetricsServer(Metrics(self._front_end, self._server.guard), self._spec.metrics)
@@ -75,9 +79,10 @@ class FrontEndActor:
         assert self._front_end is not None
         self._front_end.deliver(seq, unpack(packed), connection)
 
-    async def wait_until_closed(self) -> str:
-        """Why this front end can serve no more, once it cannot."""
-        assert self._following is not None
+    async def wait_until_closed(self) -> str | None:
+        """Why this front end can serve no more, once it cannot; None at once if it was not told to start."""
+        if self._following is None:
+            return None
         await asyncio.wait({self._following})
         return "the scheduler is lost"
 

@@ -6,6 +6,7 @@ submitting the request again, as a higher attempt that resumes from the tokens t
 """
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -206,6 +207,7 @@ class FrontEnd:
         """This front end's own counters."""
         return {
             "name": self.name,
+            "process_id": os.getpid(),
             "num_open_requests": self.num_open_requests,
             "num_requests": self._num_started,
             "num_resubmissions": self._num_resubmissions,

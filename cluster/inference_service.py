@@ -36,7 +36,7 @@ class InferenceServicer(slipstream_pb2_grpc.InferenceServicer):
             async for output in outputs:
                 start = None if started[output.index] else _start(call, output.index)
                 started[output.index] = True
-                await context.write(codec.encode_received(Received(output=output, start=start)))
+                await self._serving.write(context, codec.encode_received(Received(output=output, start=start)))
 
     async def Cancel(self, message: Any, context: Any) -> Any:
         """Answers once the scheduler has been told."""

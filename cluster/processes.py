@@ -40,6 +40,16 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def variable(pid: int, name: str) -> str | None:
+    """Of the environment a process was started with; None without it, or without the process."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    prefix = f"{name}="
+    return next((entry.removeprefix(prefix) for entry in content.split("\0") if entry.startswith(prefix)), None)
+
+
 def started_at(pid: int) -> int | None:
     """Clock ticks since boot at which the process started: with its id, its identity. None if it has ended."""
     try:

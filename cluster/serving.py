@@ -1,8 +1,10 @@
 """What every service of one port shares: the model, the front end, and whether requests are taken."""
 
+import asyncio
 import time
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from cluster.call import Call, StreamError
 from cluster.frontend import FrontEnd
@@ -13,6 +15,7 @@ from cluster.tokens import Caller
 from cluster.validate import ClientRequest, checked
 
 RETRY_AFTER_MS = 1000
+SLOWEST_READER_S = 60.0
 
 
 class State(Enum):
@@ -26,10 +29,19 @@ class State(Enum):
 class Serving:
     """One model served through one front end."""
 
-    def __init__(self, *, front_end: FrontEnd, model: ServedModel, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        *,
+        front_end: FrontEnd,
+        model: ServedModel,
+        tokenizer: Tokenizer | None,
+        slowest_reader_s: float = SLOWEST_READER_S,
+    ) -> None:
+        """A client that takes longer than `slowest_reader_s` to make room for a message loses its stream."""
         self.front_end = front_end
         self.model = model
         self.tokenizer = tokenizer
+        self.slowest_reader_s = slowest_reader_s
         self.state = State.STARTING
         self.started_s = time.monotonic()
         self.last_request_s = 0.0  # wall clock; 0: none yet
@@ -53,6 +65,15 @@ class Serving:
             request = replace(request, tenant=caller.tenant, request_id=caller.scoped(request.request_id))
         self._check_concurrency(caller, request.request_id, request.n)
         return self.front_end.open(request)
+
+    async def write(self, context: Any, message: Any) -> None:
+        """Waits while flow control holds a slow reader's stream back, but not without end. Raises StreamError."""
+        try:
+            async with asyncio.timeout(self.slowest_reader_s):
+                await context.write(message)
+        except TimeoutError as error:
+            late = f"the client read nothing for {self.slowest_reader_s:g} s"
+            raise StreamError("RESOURCE_EXHAUSTED", late, RETRY_AFTER_MS) from error
 
     async def cancel(self, request_id: str) -> bool:
         """Ends a request of the caller's; False if it is not open."""

@@ -66,9 +66,9 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
                 choice = whole[output.index]
                 choice.add(output)
                 if stream and output.token_ids:
-                    await context.write(choice.chunk(output))
+                    await self._serving.write(context, choice.chunk(output))
                 if output.finish is not None:
-                    await context.write(choice.complete(output.finish))
+                    await self._serving.write(context, choice.complete(output.finish))
 
     async def Abort(self, message: Any, context: Any) -> Any:
         """Ends requests; those unknown or ended are fine."""

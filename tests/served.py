@@ -68,12 +68,15 @@ async def served(
     tokenizer: Tokenizer | None = TINY,
     config: ServerConfig | None = None,
     ready: bool = True,
+    slowest_reader_s: float = 60.0,
 ) -> AsyncIterator[Served]:
     """Everything up, the toy stepping by itself; everything down at the end, nothing left open."""
     link = link or FakeLink()
     front_end = FrontEnd(link, name="front", tokenizer=tokenizer)
     link.front_end = front_end
-    serving = Serving(front_end=front_end, model=model or tiny_model(), tokenizer=tokenizer)
+    serving = Serving(
+        front_end=front_end, model=model or tiny_model(), tokenizer=tokenizer, slowest_reader_s=slowest_reader_s
+    )
     server = Server(serving, config)
     await server.start(ready=ready)
     running = asyncio.create_task(link.run())

@@ -13,7 +13,7 @@ from cluster.server import SERVICE_NAMES, Server, ServerConfig
 from protos import slipstream_pb2 as pb
 from protos import slipstream_pb2_grpc
 from tests.fake_link import FakeLink, expected_tokens
-from tests.served import rest_of, served
+from tests.served import rest_of, served, tiny_model
 
 SERVING, NOT_SERVING = 1, 2
 
@@ -124,3 +124,24 @@ async def test_a_burst_of_2000_calls_is_served() -> None:
         calls = [up.client.generate([5, i % 300], max_tokens=2, seed=i).aresult() for i in range(2000)]
         for i, answer in enumerate(await asyncio.gather(*calls)):
             assert answer.token_ids == expected_tokens([5, i % 300], i, 2)
+
+
+async def test_a_client_that_stops_reading_is_paused_and_at_last_cancelled_and_holds_up_nobody() -> None:
+    model = tiny_model(max_model_len=20_000)
+    async with (
+        served(FakeLink(), model=model, slowest_reader_s=0.5) as up,
+        # Without it the client's own buffers grow with what they hold.
+        grpc.aio.insecure_channel(up.server.address, [("grpc.http2.bdp_probe", 0)]) as channel,
+    ):
+        stub = slipstream_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        tokens, sampling = pb.TokenIds(ids=[5]), pb.Sampling(seed=1)
+        call = stub.Generate(pb.GenerateRequest(tokens=tokens, max_tokens=10_000, logprobs=20, sampling=sampling))
+        await call.read()
+        for seed in range(20):  # meanwhile others are served
+            answer = await up.client.generate([5, 6], max_tokens=20, seed=seed).aresult()
+            assert answer.token_ids == expected_tokens([5, 6], seed, 20)
+        await up.gone(timeout_s=20.0)
+        assert [request_id for request_id, _ in up.link.cancelled] == [up.link.submitted[0].request_id]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest_of(call)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
