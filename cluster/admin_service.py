@@ -1,5 +1,6 @@
 """The service slipstream.v1.Admin over the front end."""
 
+import json
 from typing import Any
 
 from cluster import codec
@@ -61,6 +62,14 @@ class AdminServicer(slipstream_pb2_grpc.AdminServicer):
         except ConnectionError as error:
             await refuse(context, error)
         return pb.StoryResponse(text=text)
+
+    async def View(self, message: Any, context: Any) -> Any:
+        """What the live page draws."""
+        try:
+            view = await self._serving.front_end.view(message.after, frames=message.frames)
+        except ConnectionError as error:
+            await refuse(context, error)
+        return pb.ViewResponse(json=json.dumps(view).encode())
 
     async def Record(self, message: Any, context: Any) -> Any:
         """The scheduler's log in parts."""

@@ -9,6 +9,7 @@ received so far, and the reader sees a pause at most.
 """
 
 import asyncio
+import json
 import threading
 import time
 import uuid
@@ -350,6 +351,18 @@ class Client:
     def recording(self) -> bytes:
         """The scheduler's log, as a file for `slipstream replay`."""
         parts = self.admin().Record(pb.RecordRequest(), metadata=self.metadata())
+    def view(self, after: int = 0, *, frames: bool = False) -> dict[str, Any]:
+        """What the live page draws, with the steps that changed since an earlier answer's `trail.number`."""
+        answer = self.admin().View(pb.ViewRequest(after=after, frames=frames), metadata=self.metadata())
+        view: dict[str, Any] = json.loads(answer.json)
+        return view
+
+    async def aview(self, after: int = 0, *, frames: bool = False) -> dict[str, Any]:
+        """`view`, asynchronously."""
+        request = pb.ViewRequest(after=after, frames=frames)
+        view: dict[str, Any] = json.loads((await self.async_admin().View(request, metadata=self.metadata())).json)
+        return view
+
         return b"".join(part.content for part in parts)
 
     # ---- connections, made when first needed ----

@@ -8,13 +8,16 @@ submitting the request again, as a higher attempt that resumes from the tokens t
 import asyncio
 import os
 import secrets
+import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import asdict, replace
+from typing import Any, Protocol
 
 from cluster.call import Call, StreamError, TextRequest, choice_seed
 from cluster.choice import Choice, Output, Taken
+from cluster.clock_offset import ClockOffset
 from cluster.deliveries import InOrder
 from cluster.in_turn import InTurn
 from cluster.latency import Latency
@@ -27,6 +30,7 @@ Delivered = EmitTokens | FinishRequest | RejectRequest | Seated
 MAX_RESUBMISSIONS = 1 << 10  # per client attempt: their numbers are laid out between two of the client's
 GAP_TIMEOUT_S = 2.0  # a delivery overtaken for so long is lost
 CLOSE_TIMEOUT_S = 1.0  # for readers to take note of the end, and for last words to the scheduler
+MAX_DELIVERIES = 4096
 COUNTS_TIMEOUT_S = 1.0  # a stream ended by a stop string waits so long for the scheduler's counts
 
 
@@ -54,6 +58,10 @@ class SchedulerLink(Protocol):
 
     async def stats(self) -> dict[str, object]:
         """The scheduler's counters, as plain values."""
+        ...
+
+    async def view(self, after: int, frames: bool) -> dict[str, Any]:
+        """What a live page draws of the scheduler, as plain values."""
         ...
 
     async def recording(self) -> bytes:
@@ -106,6 +114,9 @@ class FrontEnd:
         self._num_resubmissions = 0
         self._num_stale_tokens = 0
         self.latency = Latency()
+        self._clock = ClockOffset()
+        # The latest to arrive: when, and CONNECTION/SEQ.
+        self._deliveries: deque[tuple[int, str]] = deque(maxlen=MAX_DELIVERIES)
 
     # ---- for the services ----
 
@@ -188,6 +199,26 @@ class FrontEnd:
         """The scheduler's counters. Raises ConnectionError when it cannot be reached."""
         return await self._link.stats()
 
+    async def view(self, after: int, *, frames: bool = False) -> dict[str, Any]:
+        """What a live page draws: scheduler, steps that changed since `after`, and what clients here experience.
+
+        Raises ConnectionError when the scheduler cannot be reached.
+        """
+        stats = await self._link.stats()
+        asked_ns = time.monotonic_ns()
+        view = await self._link.view(after, frames)
+        answered_ns = time.monotonic_ns()
+        self._clock.heard(view["life"], asked_ns, int(view["now_ns"]), answered_ns)
+        latency = self.latency
+        return view | {
+            "scheduler": stats,
+            "front_end": self.stats(),
+            "clock": asdict(self._clock),
+            "deliveries": list(self._deliveries) if frames else [],
+            "time_to_first_token": asdict(latency.first_token.snapshot()),
+            "inter_token_latency": asdict(latency.inter_token.snapshot()),
+        }
+
     @property
     def num_open_requests(self) -> int:
         """Requests whose stream has not ended."""
@@ -243,6 +274,7 @@ class FrontEnd:
             self._life = life
         elif life != self._life:
             self.scheduler_restarted(life)
+        self._deliveries.append((time.monotonic_ns(), f"{life}/{seq}"))
         for delivery in self._in_order.accept(seq, commands):
             self._apply(delivery)
         self._watch_gap()

@@ -153,6 +153,11 @@ class RaySchedulerLink:
         """The scheduler's counters, as plain values."""
         return asdict(await _answered(self._scheduler.stats.remote()))
 
+    async def view(self, after: int, frames: bool) -> dict[str, Any]:
+        """What a live page draws of the scheduler."""
+        view: dict[str, Any] = await _answered(self._scheduler.view.remote(after, frames))
+        return view
+
     async def recording(self) -> bytes:
         """The scheduler's log. Raises ValueError if it keeps none."""
         content: bytes = await _answered(self._scheduler.recording.remote())

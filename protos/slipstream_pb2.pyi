@@ -240,6 +240,20 @@ class StoryResponse(_message.Message):
     text: str
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
+class ViewRequest(_message.Message):
+    __slots__ = ("after", "frames")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    frames: bool
+    def __init__(self, after: _Optional[int] = ..., frames: _Optional[bool] = ...) -> None: ...
+
+class ViewResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: bytes
+    def __init__(self, json: _Optional[bytes] = ...) -> None: ...
+
 class RecordRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -178,6 +178,11 @@ class AdminStub:
                 request_serializer=protos_dot_slipstream__pb2.StoryRequest.SerializeToString,
                 response_deserializer=protos_dot_slipstream__pb2.StoryResponse.FromString,
                 _registered_method=True)
+        self.View = channel.unary_unary(
+                '/slipstream.v1.Admin/View',
+                request_serializer=protos_dot_slipstream__pb2.ViewRequest.SerializeToString,
+                response_deserializer=protos_dot_slipstream__pb2.ViewResponse.FromString,
+                _registered_method=True)
         self.Record = channel.unary_stream(
                 '/slipstream.v1.Admin/Record',
                 request_serializer=protos_dot_slipstream__pb2.RecordRequest.SerializeToString,
@@ -226,6 +231,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def View(self, request, context):
+        """What the live page draws, for other displays: JSON, of the version of this server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Record(self, request, context):
         """The scheduler's latest events, prompts included, as a file for `slipstream replay`.
         """
@@ -260,6 +272,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Story,
                     request_deserializer=protos_dot_slipstream__pb2.StoryRequest.FromString,
                     response_serializer=protos_dot_slipstream__pb2.StoryResponse.SerializeToString,
+            ),
+            'View': grpc.unary_unary_rpc_method_handler(
+                    servicer.View,
+                    request_deserializer=protos_dot_slipstream__pb2.ViewRequest.FromString,
+                    response_serializer=protos_dot_slipstream__pb2.ViewResponse.SerializeToString,
             ),
             'Record': grpc.unary_stream_rpc_method_handler(
                     servicer.Record,
@@ -402,6 +419,33 @@ class Admin:
             '/slipstream.v1.Admin/Story',
             protos_dot_slipstream__pb2.StoryRequest.SerializeToString,
             protos_dot_slipstream__pb2.StoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def View(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.v1.Admin/View',
+            protos_dot_slipstream__pb2.ViewRequest.SerializeToString,
+            protos_dot_slipstream__pb2.ViewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 from scheduler.core import Scheduler
 from scheduler.events import (
@@ -42,6 +42,8 @@ from scheduler.record import RecordedScheduler
 from scheduler.request import Request
 from scheduler.stats import DurationCounter, SchedulerStats
 from scheduler.step import StepPlan, StepResult
+from scheduler.trail import Trail
+from scheduler.view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +153,7 @@ class SchedulerActor:
         self._notices = tuple(notices)
         self._absent: dict[str, str] = {}  # worker id -> why it is not there, while it fails to come up
         self._started = False
+        self._trail = Trail()
         self._failure: str | None = None
 
     # ---- called by the bring-up and by front ends ----
@@ -196,7 +199,9 @@ class SchedulerActor:
             raise ConnectionError(f"front end {request.front_end} is not connected")
         if timeout_s is not None:
             request = replace(request, deadline_ns=time.monotonic_ns() + round(timeout_s * 1e9))
-        self._queued[request.request_id] = time.monotonic_ns(), request.front_end
+        now_ns = time.monotonic_ns()
+        self._queued[request.request_id] = now_ns, request.front_end
+        self._trail.submitted(request.front_end, request.request_id, now_ns)
         self._apply(Submitted(request=request))
 
     async def cancel(self, request_id: str, attempt: int) -> None:
@@ -235,6 +240,11 @@ class SchedulerActor:
         if not isinstance(self._core, RecordedScheduler):
             raise ValueError("no events are recorded: serve with --record-events above 0")
         return self._core.recording()
+    async def view(self, after: int, frames: bool) -> dict[str, Any]:
+        """What a live page draws, in plain values, with the steps that changed since `after`; `frames`: their rows."""
+        trail = self._trail.since(after, frames=frames, most=MAX_VIEWED_FRAMES if frames else MAX_VIEWED_STEPS)
+        return view_of(self._core) | {"life": str(self._life), "now_ns": time.monotonic_ns(), "trail": trail}
+
 
     async def story(self, request_id: str) -> str:
         """One request's history."""
@@ -294,6 +304,7 @@ class SchedulerActor:
             state = self._core.requests.get(arrival.request_id)
             if state is not None and state.epoch == arrival.epoch:
                 request = state.request
+                    self._trail_plan(command.worker_id, command.plan)
                 yield Seated(
                     front_end=request.front_end, stream=request.stream, attempt=request.attempt, fingerprint=fingerprint
                 )
@@ -301,6 +312,7 @@ class SchedulerActor:
     def _save_recording(self) -> None:
         """What led to a failure of the core stays on this machine, to be replayed."""
         if isinstance(self._core, RecordedScheduler):
+                    self._trail.ended(command, time.monotonic_ns())
             path = Path(tempfile.gettempdir()) / f"slipstream-{self._life}.recording"
             self._core.save(path)
             log.error("the events before it are in %s: `slipstream replay` tells them again", path)
@@ -315,6 +327,11 @@ class SchedulerActor:
             self._end_session(worker_id, plan.session, str(error))
         except WorkerUnreachable as error:
             self._lose(worker_id, plan.session, str(error))
+    def _trail_plan(self, worker_id: str, plan: StepPlan) -> None:
+        worker = self._core.workers.get(worker_id)
+        if worker is not None and worker.session == plan.session:
+            self._trail.planned(worker_id, worker.in_flight.get(plan.step_seq), time.monotonic_ns())
+
         else:
             for result in results:
                 self._apply(StepFinished(result=result))
@@ -345,6 +362,7 @@ class SchedulerActor:
     async def _supervise(self, worker_id: str) -> None:
         """Register a worker, watch it, and when its session ended register it anew."""
         num_failures = 0  # one after the other
+                self._trail.answered(result, time.monotonic_ns())
         while True:
             message, lasted_s = await self._live(worker_id)
             num_failures = num_failures + 1 if lasted_s < SHORT_SESSION_S else 0
@@ -353,6 +371,7 @@ class SchedulerActor:
             if num_failures > 1:
                 self._absent[worker_id] = f"worker {worker_id} failed {num_failures} times in a row: {message}"
             await asyncio.sleep(backoff_s)
+        self._trail.delivered(front_end, receiver.connection, seq, messages, time.monotonic_ns())
 
     async def _live(self, worker_id: str) -> tuple[str, float]:
         """One session of a worker from its registration to its end: why it ended, and how long it lasted."""
@@ -395,6 +414,7 @@ class SchedulerActor:
             session.end(f"worker {worker_id} was restarted")
         return True
 
+        self._trail.lost(worker_id, session.number)
     def _new_session(self, worker_id: str) -> _Session:
         session = _Session(self._new_number(), asyncio.get_running_loop().create_future())
         self._sessions[worker_id] = session

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -112,6 +113,12 @@ class FakeLink:
 
     async def preempt(self, request_id: str) -> None:
         self.preempted.append(request_id)
+
+    async def view(self, after: int, frames: bool) -> dict[str, Any]:
+        if not self.available:
+            raise SchedulerUnavailable("the scheduler is away")
+        trail = {"number": after, "steps": [], "messages": [], "ended": []}
+        return {"life": "1", "now_ns": 0, "block_size": 16, "workers": [], "requests": [], "trail": trail}
 
     async def recording(self) -> bytes:
         raise ValueError("no events are recorded")

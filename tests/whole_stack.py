@@ -133,6 +133,9 @@ class InProcessLink:
     async def story(self, request_id: str) -> str:
         return await self._there().story(request_id)
 
+    async def view(self, after: int, frames: bool) -> dict[str, Any]:
+        return await self._there().view(after, frames)
+
     async def recording(self) -> bytes:
         return await self._there().recording()
 
