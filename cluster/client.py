@@ -348,9 +348,6 @@ class Client:
             (await self.async_admin().Story(pb.StoryRequest(request_id=request_id), metadata=self.metadata())).text
         )
 
-    def recording(self) -> bytes:
-        """The scheduler's log, as a file for `slipstream replay`."""
-        parts = self.admin().Record(pb.RecordRequest(), metadata=self.metadata())
     def view(self, after: int = 0, *, frames: bool = False) -> dict[str, Any]:
         """What the live page draws, with the steps that changed since an earlier answer's `trail.number`."""
         answer = self.admin().View(pb.ViewRequest(after=after, frames=frames), metadata=self.metadata())
@@ -363,6 +360,9 @@ class Client:
         view: dict[str, Any] = json.loads((await self.async_admin().View(request, metadata=self.metadata())).json)
         return view
 
+    def recording(self) -> bytes:
+        """The scheduler's log, as a file for `slipstream replay`."""
+        parts = self.admin().Record(pb.RecordRequest(), metadata=self.metadata())
         return b"".join(part.content for part in parts)
 
     # ---- connections, made when first needed ----

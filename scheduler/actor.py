@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
+MAX_VIEWED_STEPS, MAX_VIEWED_FRAMES = 400, 2048
 SHORT_SESSION_S = 2.0  # a worker whose sessions are no longer is not tried again at once
 
 
@@ -148,12 +149,12 @@ class SchedulerActor:
         # Of requests without a plan yet: id -> when they were submitted, and by which front end.
         self._queued: dict[str, tuple[int, str]] = {}
         self._queue_time = DurationCounter()
+        self._trail = Trail()
         self._fingerprints: dict[str, str] = {}  # by worker id
         self._weights: str | None = None  # what all workers were last swapped to
         self._notices = tuple(notices)
         self._absent: dict[str, str] = {}  # worker id -> why it is not there, while it fails to come up
         self._started = False
-        self._trail = Trail()
         self._failure: str | None = None
 
     # ---- called by the bring-up and by front ends ----
@@ -231,6 +232,11 @@ class SchedulerActor:
         """A snapshot of the core's counters."""
         return replace(self._core.stats(), queue_time=self._queue_time.snapshot(), notices=self.notices())
 
+    async def view(self, after: int, frames: bool) -> dict[str, Any]:
+        """What a live page draws, in plain values, with the steps that changed since `after`; `frames`: their rows."""
+        trail = self._trail.since(after, frames=frames, most=MAX_VIEWED_FRAMES if frames else MAX_VIEWED_STEPS)
+        return view_of(self._core) | {"life": str(self._life), "now_ns": time.monotonic_ns(), "trail": trail}
+
     def notices(self) -> tuple[str, ...]:
         """What an operator must know."""
         return (*self._notices, *self._absent.values())
@@ -240,11 +246,6 @@ class SchedulerActor:
         if not isinstance(self._core, RecordedScheduler):
             raise ValueError("no events are recorded: serve with --record-events above 0")
         return self._core.recording()
-    async def view(self, after: int, frames: bool) -> dict[str, Any]:
-        """What a live page draws, in plain values, with the steps that changed since `after`; `frames`: their rows."""
-        trail = self._trail.since(after, frames=frames, most=MAX_VIEWED_FRAMES if frames else MAX_VIEWED_STEPS)
-        return view_of(self._core) | {"life": str(self._life), "now_ns": time.monotonic_ns(), "trail": trail}
-
 
     async def story(self, request_id: str) -> str:
         """One request's history."""
@@ -276,6 +277,7 @@ class SchedulerActor:
             match command:
                 case StartStep():
                     self._time_queue(command.plan)
+                    self._trail_plan(command.worker_id, command.plan)
                     for seated in self._seated(command):
                         messages.setdefault(seated.front_end, []).append(seated)
                     self._spawn(self._run_step(command.worker_id, command.plan))
@@ -283,6 +285,7 @@ class SchedulerActor:
                     messages.setdefault(command.front_end, []).append(command)
                 case FinishRequest() | RejectRequest():
                     self._queued.pop(command.request_id, None)
+                    self._trail.ended(command, time.monotonic_ns())
                     messages.setdefault(command.front_end, []).append(command)
                 case CloseSession():
                     self._end_session(command.worker_id, command.session, command.message)
@@ -297,6 +300,11 @@ class SchedulerActor:
             if queued is not None:  # else it resumes
                 self._queue_time.add((time.monotonic_ns() - queued[0]) / 1e9)
 
+    def _trail_plan(self, worker_id: str, plan: StepPlan) -> None:
+        worker = self._core.workers.get(worker_id)
+        if worker is not None and worker.session == plan.session:
+            self._trail.planned(worker_id, worker.in_flight.get(plan.step_seq), time.monotonic_ns())
+
     def _seated(self, command: StartStep) -> Iterator[Seated]:
         """For each arrival: whose stream goes on with what numbers."""
         fingerprint = self._fingerprints.get(command.worker_id, "")
@@ -304,7 +312,6 @@ class SchedulerActor:
             state = self._core.requests.get(arrival.request_id)
             if state is not None and state.epoch == arrival.epoch:
                 request = state.request
-                    self._trail_plan(command.worker_id, command.plan)
                 yield Seated(
                     front_end=request.front_end, stream=request.stream, attempt=request.attempt, fingerprint=fingerprint
                 )
@@ -312,7 +319,6 @@ class SchedulerActor:
     def _save_recording(self) -> None:
         """What led to a failure of the core stays on this machine, to be replayed."""
         if isinstance(self._core, RecordedScheduler):
-                    self._trail.ended(command, time.monotonic_ns())
             path = Path(tempfile.gettempdir()) / f"slipstream-{self._life}.recording"
             self._core.save(path)
             log.error("the events before it are in %s: `slipstream replay` tells them again", path)
@@ -327,13 +333,9 @@ class SchedulerActor:
             self._end_session(worker_id, plan.session, str(error))
         except WorkerUnreachable as error:
             self._lose(worker_id, plan.session, str(error))
-    def _trail_plan(self, worker_id: str, plan: StepPlan) -> None:
-        worker = self._core.workers.get(worker_id)
-        if worker is not None and worker.session == plan.session:
-            self._trail.planned(worker_id, worker.in_flight.get(plan.step_seq), time.monotonic_ns())
-
         else:
             for result in results:
+                self._trail.answered(result, time.monotonic_ns())
                 self._apply(StepFinished(result=result))
 
     def _deliver(self, front_end: str, messages: list[Message]) -> None:
@@ -342,6 +344,7 @@ class SchedulerActor:
             return  # lost a moment ago: the core has been told
         seq = receiver.num_delivered
         receiver.num_delivered += 1
+        self._trail.delivered(front_end, receiver.connection, seq, messages, time.monotonic_ns())
         self._spawn(self._send(front_end, receiver, seq, messages))
 
     async def _send(self, front_end: str, receiver: _FrontEnd, seq: int, messages: list[Message]) -> None:
@@ -362,7 +365,6 @@ class SchedulerActor:
     async def _supervise(self, worker_id: str) -> None:
         """Register a worker, watch it, and when its session ended register it anew."""
         num_failures = 0  # one after the other
-                self._trail.answered(result, time.monotonic_ns())
         while True:
             message, lasted_s = await self._live(worker_id)
             num_failures = num_failures + 1 if lasted_s < SHORT_SESSION_S else 0
@@ -371,7 +373,6 @@ class SchedulerActor:
             if num_failures > 1:
                 self._absent[worker_id] = f"worker {worker_id} failed {num_failures} times in a row: {message}"
             await asyncio.sleep(backoff_s)
-        self._trail.delivered(front_end, receiver.connection, seq, messages, time.monotonic_ns())
 
     async def _live(self, worker_id: str) -> tuple[str, float]:
         """One session of a worker from its registration to its end: why it ended, and how long it lasted."""
@@ -386,6 +387,7 @@ class SchedulerActor:
         self._apply(worker_up)
         message = await self._watch(worker_id, session)
         self._apply(WorkerDown(worker_id=worker_id, session=session.number, message=message))
+        self._trail.lost(worker_id, session.number)
         return f"session {session.number} ended: {message}", time.monotonic() - began_s
 
     async def _watch(self, worker_id: str, session: _Session) -> str:
@@ -414,7 +416,6 @@ class SchedulerActor:
             session.end(f"worker {worker_id} was restarted")
         return True
 
-        self._trail.lost(worker_id, session.number)
     def _new_session(self, worker_id: str) -> _Session:
         session = _Session(self._new_number(), asyncio.get_running_loop().create_future())
         self._sessions[worker_id] = session
