@@ -57,6 +57,7 @@ class Checkpoints:
             num_blocks=1,
             block_size=old.kv_cache.block_size,
             max_model_len=old.max_model_len,
+            quantization=old.quantization,
         )
         # The pool and the backend over it stay: what the pool holds of the old weights nobody reads again.
         model.kv_cache, model.attention = old.kv_cache, old.attention

@@ -12,7 +12,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, prange
 
 from worker import vectors as v
 from worker.fetch import default_cache_dir
@@ -26,6 +26,7 @@ FLOAT32 = np.float32(0)
 KINDS = {torch.bfloat16: np.int16(0), torch.float32: FLOAT32}
 VECTOR_BYTES = LANES * FLOAT_BYTES
 MINUS_INFINITY = np.float32(-np.inf)
+INT8_ROWS = 16  # rows that stay in a core's cache while the weights pass
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
@@ -119,6 +120,38 @@ def silu_mul(kind, gate_up, out, num_rows, size):
             single = v.load_one(kind, gate + i * item)
             gated_one = single / (ONE + v.highest(v.exp(v.splat(-single))))
             v.store_one(kind, y + i * item, gated_one * v.load_one(kind, up + i * item))
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def int8_linear(kind, x, weight, scale, bias, out, num_rows, in_features, out_features, num_threads):
+    """out [rows, out] = x [rows, in] float32 @ weight.T * scale + bias (0: none); weight [out, in] int8.
+
+    scale and bias [out] float32; rows and out are multiples of 4, in of 16. Each product sums its terms in
+    one order, whatever the rows beside it and the threads.
+    """
+    width = -(-out_features // (4 * num_threads)) * 4
+    for part in prange(num_threads):
+        last = min((part + 1) * width, out_features)
+        _int8_columns(kind, x, weight, scale, bias, out, num_rows, in_features, out_features, part * width, last)
+
+
+@njit(cache=True, nogil=True)
+def _int8_columns(kind, x, weight, scale, bias, out, num_rows, in_features, out_features, first, last):
+    item = _item_size(kind)
+    row_bytes = in_features * FLOAT_BYTES
+    tile = np.empty(LANES, np.float32)
+    for start in range(0, num_rows, INT8_ROWS):
+        stop = min(start + INT8_ROWS, num_rows)
+        for column in range(first, last, 4):
+            for row in range(start, stop, 4):
+                sums = v.int8_products(x + row * row_bytes, row_bytes, weight + column * in_features, in_features)
+                v.store(FLOAT32, tile.ctypes.data, sums)
+                for j in range(4):
+                    factor = v.load_one(FLOAT32, scale + (column + j) * FLOAT_BYTES)
+                    term = v.load_one(FLOAT32, bias + (column + j) * FLOAT_BYTES) if bias != 0 else ZERO
+                    for i in range(4):
+                        to = out + ((row + i) * out_features + column + j) * item
+                        v.store_one(kind, to, tile[4 * i + j] * factor + term)
 
 
 @njit(cache=True, nogil=True)

@@ -30,6 +30,7 @@ def fingerprint(model: Model) -> str:
     parts = (
         f"weights={model.weights_hash[:32]}",
         f"dtype={_dtype(model)}",
+        *([f"quantization={model.quantization}"] if model.quantization else []),
         f"attention=({model.attention.fingerprint})",
         f"rope={hashlib.sha256(rope).hexdigest()[:16]}",
         f"tiles=({_tiles(model)})",

@@ -15,12 +15,14 @@ from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
 from worker.linear import Linear, padded_rows
 from worker.operators import RMSNorm, rotate, silu_mul
+from worker.quantized import Int8Linear
 from worker.rope import Rope
 from worker.weights import random_weights, read_weights, weights_hash
 
 __all__ = ["Model", "ModelConfig", "RMSNorm", "load_model", "random_model"]
 
 ATTENTIONS = ("cpu", "triton")
+QUANTIZATIONS: dict[str | None, type[Linear]] = {None: Linear, "int8": Int8Linear}
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
 
@@ -28,20 +30,25 @@ class Layer:
     """One decoder layer: attention and a gated MLP around a float32 residual stream."""
 
     def __init__(
-        self, index: int, weights: Mapping[str, torch.Tensor], config: ModelConfig, dtype: torch.dtype
+        self,
+        index: int,
+        weights: Mapping[str, torch.Tensor],
+        config: ModelConfig,
+        dtype: torch.dtype,
+        linear: type[Linear],
     ) -> None:
-        """weights: of the whole model, in `dtype` and on its device."""
+        """weights: of the whole model, in `dtype` and on its device; linear: what its products are."""
         prefix = f"model.layers.{index}."
         layer = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
         self._index = index
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self._intermediate_size = config.head_dim, config.intermediate_size
         self._input_norm = RMSNorm(layer["input_layernorm.weight"], eps=config.rms_norm_eps, dtype=dtype)
-        self._qkv = _fused(layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._output = _fused(layer, "self_attn.o_proj")
+        self._qkv = _fused(linear, layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self._output = _fused(linear, layer, "self_attn.o_proj")
         self._mlp_norm = RMSNorm(layer["post_attention_layernorm.weight"], eps=config.rms_norm_eps, dtype=dtype)
-        self._gate_up = _fused(layer, "mlp.gate_proj", "mlp.up_proj")
-        self._down = _fused(layer, "mlp.down_proj")
+        self._gate_up = _fused(linear, layer, "mlp.gate_proj", "mlp.up_proj")
+        self._down = _fused(linear, layer, "mlp.down_proj")
         self._head_norms: tuple[RMSNorm, RMSNorm] | None = None
         if config.qk_norm:
             query_norm, key_norm = (
@@ -102,13 +109,16 @@ class Model:
         num_blocks: int,
         block_size: int,
         max_model_len: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         """weights: as `worker.weights.expected_shapes` names them, of any floating type."""
         _check_choices(config, dtype=dtype, device=device, attention=attention)
+        linear = _linear(quantization)
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.config = config
         self.dtype = dtype
+        self.quantization = quantization
         self.device = torch.device(device)
         self.weights_hash = weights_hash(weights)
         weights = {name: tensor.to(self.device, dtype) for name, tensor in weights.items()}
@@ -131,9 +141,9 @@ class Model:
             device=device,
         )
         self._embedding = weights["model.embed_tokens.weight"]
-        self._layers = [Layer(index, weights, config, dtype) for index in range(config.num_layers)]
+        self._layers = [Layer(index, weights, config, dtype, linear) for index in range(config.num_layers)]
         self._norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps, dtype=dtype)
-        self._head = Linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"])
+        self._head = linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"])
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -188,11 +198,13 @@ def load_model(
     num_blocks: int,
     block_size: int,
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """A model from a Hugging Face directory.
 
     max_model_len fixes RoPE scalings that depend on the length of a sequence; the default is the
-    checkpoint's max_position_embeddings. ValueError names the file, tensor or setting that is wrong.
+    checkpoint's max_position_embeddings. quantization: None or "int8" (weights only). ValueError names the
+    file, tensor or setting that is wrong.
     """
     config = read_config(directory)
     return Model(
@@ -204,6 +216,7 @@ def load_model(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
+        quantization=quantization,
     )
 
 
@@ -217,6 +230,7 @@ def random_model(
     num_blocks: int,
     block_size: int,
     max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """A model of random weights whose next token depends on the whole context. For tests."""
     return Model(
@@ -228,13 +242,14 @@ def random_model(
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
+        quantization=quantization,
     )
 
 
-def _fused(weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
+def _fused(linear: type[Linear], weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
     """One product for several projections of the same input."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-    return Linear(torch.cat([weights[f"{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
+    return linear(torch.cat([weights[f"{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
 
 
 def _check_choices(config: ModelConfig, *, dtype: torch.dtype, device: str, attention: str) -> None:
@@ -247,6 +262,12 @@ def _check_choices(config: ModelConfig, *, dtype: torch.dtype, device: str, atte
         raise ValueError(f"attention {attention!r} is unknown; known: {', '.join(ATTENTIONS)}")
     if attention == "cpu" and kind != "cpu":
         raise ValueError(f"attention cpu needs device cpu, not {device}")
+
+
+def _linear(quantization: str | None) -> type[Linear]:
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization {quantization!r} is unknown; known: {', '.join(filter(None, QUANTIZATIONS))}")
+    return QUANTIZATIONS[quantization]
 
 
 def _attention_backend(name: str, kv_cache: KVCache, config: ModelConfig) -> AttentionBackend:

@@ -19,6 +19,7 @@ FLOAT_BYTES = 4
 _F32 = ir.FloatType()
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_F32, LANES)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
 _HALVES = ir.VectorType(_I16, LANES)
 _WORDS = ir.VectorType(_I32, LANES)
 
@@ -310,6 +311,34 @@ def _totals(builder: Any, vectors: list[Any]) -> Any:
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]
+
+
+@intrinsic
+def int8_products(typing: Any, x: Any, x_stride: Any, weight: Any, size: Any) -> tuple[Any, Codegen]:
+    """4 rows of x float32, x_stride bytes apart, times 4 rows [4, size] of an int8 weight.
+
+    Lane 4 * i + j is row i times weight row j. size is a multiple of 16.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        x, x_stride, weight, size = args
+        sums = [cgutils.alloca_once_value(builder, _floats(0.0)) for _ in range(LANES)]
+        with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_I64, LANES))) as loop:
+            start = builder.mul(loop.index, ir.Constant(_I64, LANES))
+            address, columns = builder.add(weight, start), []
+            for _ in range(4):
+                column = builder.load(_pointer(builder, address, _BYTES), align=1)
+                columns.append(builder.sitofp(builder.sext(column, _WORDS), _VECTOR))
+                address = builder.add(address, size)
+            address = builder.add(x, builder.mul(start, ir.Constant(_I64, FLOAT_BYTES)))
+            for row in range(4):
+                factor = _load(builder, address)
+                address = builder.add(address, x_stride)
+                for total, column in zip(sums[4 * row : 4 * row + 4], columns, strict=True):
+                    builder.store(_call(builder, "fma", factor, column, builder.load(total)), total)
+        return _totals(builder, [builder.load(total) for total in sums])
+
+    return vector_type(types.int64, types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
