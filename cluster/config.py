@@ -18,22 +18,32 @@ POLICIES = ("fcfs", "priority")
 TRANSPORTS = ("ray", "grpc")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_STEPS_IN_FLIGHT = 4
+METHODS = ("ngram", "eagle3", "draft_model")
+RETENTIONS = ("request", "step")
+AUTO = "auto"
+AUTO_DRAFTS = 8  # the most that auto tries
 MAX_DRAFTS = 64
 DEFAULT_METRICS_PORT = 9464
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`--speculative-config`, a JSON object with vLLM's keys."""
+    """`--speculative-config`, a JSON object with vLLM's keys and some of our own."""
 
-    method: str = "ngram"
-    num_speculative_tokens: int = 4  # K; 0 decodes without drafts
+    method: str | None = None  # None: the head that ships for the model, if there is one; prompt lookup in any case
+    model: str | None = None  # directory of an EAGLE-3 head or of a draft model
+    num_speculative_tokens: int | str = AUTO  # K: a number for every step, 0 for no drafts; auto: what pays
     prompt_lookup_min: int = 2  # shortest n-gram that is looked up
     prompt_lookup_max: int = 4  # longest, tried first
+    max_model_len: int | None = None  # no drafts by the head or draft model at or past this position
+    draft_tensor_parallel_size: int = 1
+    draft_kv_retention: str = "request"  # of a draft model: its KV is kept with the request, or for one step
+    draft_window: int = 128  # last tokens that a draft model sees under retention "step"
+    num_draft_blocks: int | None = None  # of a draft model's pool
 
     @classmethod
     def from_json(cls, text: str) -> "SpeculativeConfig":
-        """`{"method": "ngram", "num_speculative_tokens": 4, ...}`; ConfigError names a wrong key or value."""
+        """`{"method": "eagle3", "model": DIRECTORY, ...}`; ConfigError names a wrong key or value."""
         try:
             keys = json.loads(text)
         except json.JSONDecodeError as error:
@@ -51,16 +61,49 @@ class SpeculativeConfig:
         speculative.check()
         return speculative
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the worker chooses K in each step."""
+        return self.num_speculative_tokens == AUTO
+
+    @property
+    def max_drafts(self) -> int:
+        """K, at most."""
+        return AUTO_DRAFTS if isinstance(self.num_speculative_tokens, str) else self.num_speculative_tokens
+
     def check(self) -> None:
         """ConfigError for the first value out of range."""
         name = "--speculative-config"
-        if self.method != "ngram":
-            raise ConfigError(f"{name}: method must be 'ngram', got {self.method!r}")
-        for key in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+        if self.method is not None and self.method not in METHODS:
+            raise ConfigError(f"{name}: method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if not self.is_adaptive and type(self.num_speculative_tokens) is not int:
+            raise ConfigError(
+                f"{name}: num_speculative_tokens must be an integer or {AUTO!r}, got {self.num_speculative_tokens!r}"
+            )
+        for key in ("prompt_lookup_min", "prompt_lookup_max", "draft_window"):
             if type(getattr(self, key)) is not int:
                 raise ConfigError(f"{name}: {key} must be an integer, got {getattr(self, key)!r}")
-        _check_range(f"{name}: num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFTS)
+        for key in ("max_model_len", "num_draft_blocks"):
+            value = getattr(self, key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}: {key} must be an integer of at least 1, got {value!r}")
+        _check_range(f"{name}: num_speculative_tokens", self.max_drafts, 0, MAX_DRAFTS)
         _check_range(f"{name}: prompt_lookup_min", self.prompt_lookup_min, 1, self.prompt_lookup_max)
+        _check_range(f"{name}: draft_window", self.draft_window, 1, None)
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError(f"{name}: draft_tensor_parallel_size must be 1, got {self.draft_tensor_parallel_size!r}")
+        if self.draft_kv_retention not in RETENTIONS:
+            known = ", ".join(RETENTIONS)
+            raise ConfigError(f"{name}: draft_kv_retention must be one of {known}, got {self.draft_kv_retention!r}")
+        self._check_model(name)
+
+    def _check_model(self, name: str) -> None:
+        if self.model is not None and not isinstance(self.model, str):
+            raise ConfigError(f"{name}: model must be a directory, got {self.model!r}")
+        if self.method in ("eagle3", "draft_model") and self.model is None:
+            raise ConfigError(f"{name}: method {self.method} needs model, a directory")
+        if self.model is not None and self.method in (None, "ngram"):
+            raise ConfigError(f"{name}: model {self.model!r} needs method eagle3 or draft_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

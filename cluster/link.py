@@ -205,6 +205,7 @@ def worker_up(traits: WorkerTraits, session: int) -> WorkerUp:
         max_num_seqs=traits.max_num_seqs,
         max_drafts=traits.max_drafts,
         fingerprint=traits.fingerprint,
+        drop_last_hit_block=traits.drop_last_hit_block,
     )
 
 

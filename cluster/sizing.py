@@ -10,13 +10,17 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+import worker
 from cluster.config import ServeConfig
 from cluster.errors import ConfigError
 from scheduler.events import SchedulerConfig
 from worker.actor import WorkerSpec
+from worker.drafting import DraftSpec
 
 CPU_POOL_BYTES = 1 << 30  # of one worker, by default
 CPU_POOL_SHARE = 0.25  # of the memory that is free, all workers together
+DRAFT_POOL_BYTES = 1 << 28  # of one worker's draft model
+SHIPPED_HEADS = Path(worker.__file__).parent / "heads"  # a directory for each model that has one
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 RESEND_AFTER_NS = 30_000_000_000  # transports deliver or say that they did not; a step on a CPU may take seconds
 RESEND_AFTER_FAULTS_NS = 1_000_000_000
@@ -86,6 +90,7 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
     attention = config.attention if config.attention != "auto" else {"cpu": "cpu", "cuda": "triton"}[device]
     if (device, attention) == ("cuda", "cpu"):
         raise ConfigError("--attention cpu needs --device cpu")
+    drafts = _draft_spec(config, dtype, max_model_len)
     workers = tuple(
         WorkerSpec(
             worker_id=f"worker-{index}",
@@ -97,13 +102,12 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
             num_blocks=num_blocks,
             gpu_memory_utilization=config.gpu_memory_utilization,
             block_size=config.block_size,
-            bytes_per_block=shape.bytes_per_block(config.block_size, dtype),
-            weight_bytes=shape.weight_bytes,
+            bytes_per_block=shape.bytes_per_block(config.block_size, dtype)
+            + _head_bytes_per_block(config, drafts, dtype),
+            weight_bytes=shape.weight_bytes + _draft_bytes(config, drafts, dtype),
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
-            max_drafts=config.speculative.num_speculative_tokens,
-            prompt_lookup_min=config.speculative.prompt_lookup_min,
-            prompt_lookup_max=config.speculative.prompt_lookup_max,
+            drafts=drafts,
             threads=config.threads or max(1, num_cpus() // config.data_parallel_size),
         )
         for index in range(config.data_parallel_size)
@@ -118,6 +122,71 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
         scheduler=_scheduler_config(config, device, max_model_len, num_blocks),
         workers=workers,
     )
+
+
+def _draft_spec(config: ServeConfig, dtype: str, max_model_len: int) -> DraftSpec:
+    """The method that is asked for; without one, the head that ships for the model if there is one."""
+    asked = config.speculative
+    method, model = asked.method or "ngram", asked.model
+    shipped = SHIPPED_HEADS / config.model
+    if asked.method is None and config.model.isidentifier() and shipped.is_dir():
+        method, model = "eagle3", str(shipped)
+    num_blocks = 0
+    directory = None if model is None else Path(model).expanduser().absolute()
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"--speculative-config: model {model} is not a directory (`slipstream fetch` makes one)")
+    if method == "draft_model" and directory is not None:
+        num_blocks = asked.num_draft_blocks or _num_draft_blocks(config, directory, dtype, max_model_len)
+    return DraftSpec(
+        method=method,
+        max_drafts=asked.max_drafts,
+        is_adaptive=asked.is_adaptive,
+        directory=None if directory is None else str(directory),
+        prompt_lookup_min=asked.prompt_lookup_min,
+        prompt_lookup_max=asked.prompt_lookup_max,
+        max_model_len=asked.max_model_len,
+        num_blocks=num_blocks,
+        kv_retention=asked.draft_kv_retention,
+        window=asked.draft_window,
+    )
+
+
+def _num_draft_blocks(config: ServeConfig, directory: Path, dtype: str, max_model_len: int) -> int:
+    """Enough for every row, or what DRAFT_POOL_BYTES hold; draft KV is evicted when it is short."""
+    shape = ModelShape.from_directory(directory)
+    longest = min(max_model_len, shape.max_position_embeddings)
+    if config.speculative.draft_kv_retention == "step":
+        longest = min(longest, config.speculative.draft_window + config.speculative.max_drafts)
+    needed = -(-longest // config.block_size)
+    held = DRAFT_POOL_BYTES // shape.bytes_per_block(config.block_size, dtype)
+    return max(min(held, needed * config.max_num_seqs), needed)
+
+
+def _draft_bytes(config: ServeConfig, drafts: DraftSpec, dtype: str) -> int:
+    """Of the weights and the pool of what drafts."""
+    if drafts.directory is None:
+        return 0
+    directory = Path(drafts.directory)
+    weights = sum(file.stat().st_size for file in directory.iterdir() if file.suffix in (".safetensors", ".bin"))
+    if drafts.method != "draft_model":
+        return weights
+    shape = ModelShape.from_directory(directory)
+    return weights + drafts.num_blocks * shape.bytes_per_block(config.block_size, dtype)
+
+
+def _head_bytes_per_block(config: ServeConfig, drafts: DraftSpec, dtype: str) -> int:
+    """Key and value of a head's layer, which has a slot for each of the target's."""
+    if drafts.method != "eagle3" or drafts.directory is None:
+        return 0
+    path = Path(drafts.directory) / "config.json"
+    try:
+        settings = json.loads(path.read_text())
+        layer = settings.get("transformer_layer_config", settings)
+        num_heads = int(layer["num_attention_heads"])
+        size = int(layer.get("head_dim") or layer["hidden_size"] // num_heads)
+        return 2 * int(layer.get("num_key_value_heads") or num_heads) * size * config.block_size * DTYPE_BYTES[dtype]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--speculative-config: {path} is no head's: {error}") from error
 
 
 def _fetched(config: ServeConfig) -> str | None:
@@ -152,7 +221,7 @@ def _scheduler_config(config: ServeConfig, device: str, max_model_len: int, num_
         max_model_len=max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens or default_budget,
         max_steps_in_flight=config.max_steps_in_flight,
-        max_drafts=config.speculative.num_speculative_tokens,
+        max_drafts=config.speculative.max_drafts,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         max_waiting=config.max_waiting,

@@ -48,6 +48,7 @@ from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
 
 MAX_ENDED_STORIES = 256
+ALWAYS_DRAFTS = 5  # K that is planned in any company; more only while prompts keep half of a step's budget
 MAX_ENDED_STREAMS = 4096
 MAX_PASSED_BY = 8  # epochs begun meanwhile: the worker with the best prefix is a preference, not a prison
 ChooseDrafts = Callable[[str, Int32Array], Int32Array]
@@ -612,7 +613,9 @@ class Scheduler:
     def _wanted(self, worker: WorkerState) -> Int32Array:
         """K for each running row: [num_running] int32."""
         rows = worker.rows.order()
-        most: Int32Array = np.minimum(worker.rows.max_drafts[rows], worker.up.max_drafts)
+        # Half the budget is for prompts, however many rows might draft.
+        share = max(self.config.max_num_batched_tokens // (2 * len(rows)) - 1, ALWAYS_DRAFTS)
+        most: Int32Array = np.minimum(worker.rows.max_drafts[rows], min(worker.up.max_drafts, share))
         if self._choose_drafts is None:
             return most
         chosen = self._choose_drafts(worker.worker_id, rows.astype(np.int32))

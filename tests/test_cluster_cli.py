@@ -63,7 +63,10 @@ def taken_port() -> Iterator[int]:
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be in (0, 1], got 1.5"),
         (["--speculative-config", "{"], "--speculative-config is not JSON"),
         (["--speculative-config", '{"k": 1}'], "--speculative-config: unknown key 'k'"),
-        (["--speculative-config", '{"method": "medusa"}'], "method must be 'ngram', got 'medusa'"),
+        (
+            ["--speculative-config", '{"method": "medusa"}'],
+            "method must be one of ngram, eagle3, draft_model, got 'medusa'",
+        ),
         (
             ["--speculative-config", '{"num_speculative_tokens": -1}'],
             "num_speculative_tokens must be in [0, 64], got -1",

@@ -61,7 +61,7 @@ def test_the_models_own_type_is_served_unless_another_is_asked_for(directory: Pa
 
 def test_drafts_reach_the_scheduler_and_the_workers(directory: Path) -> None:
     sizes = size(ServeConfig(speculative=SpeculativeConfig(num_speculative_tokens=3)), directory)
-    assert sizes.scheduler.max_drafts == sizes.workers[0].max_drafts == 3
+    assert sizes.scheduler.max_drafts == sizes.workers[0].drafts.max_drafts == 3
 
 
 def test_triton_on_a_cpu_runs_in_the_interpreter(directory: Path) -> None:

@@ -58,12 +58,25 @@ def test_planning_raises_computed_tokens_and_placeholders() -> None:
 
 def test_budget_takes_drafts_of_the_last_row_it_reaches() -> None:
     """n = min(T + PH - C + K, budget): what is left of K is verified and reserved."""
-    stage = Stage(max_num_batched_tokens=16, max_drafts=5, max_steps_in_flight=1)
+    stage = Stage(max_num_batched_tokens=13, max_drafts=4, max_steps_in_flight=1)
     stage.handle(*(submitted(f"r{index}", 4, max_tokens=40) for index in range(3)))
     stage.up()
     stage.answer()
     [frames] = stage.in_flight()
-    assert {name: short(frame) for name, frame in frames.items()} == {"r0": (6, 5, 6), "r1": (6, 5, 6), "r2": (4, 3, 4)}
+    assert {name: short(frame) for name, frame in frames.items()} == {"r0": (5, 4, 5), "r1": (5, 4, 5), "r2": (3, 2, 3)}
+
+
+def test_many_drafts_of_many_rows_leave_half_of_the_budget_to_prompts() -> None:
+    stage = Stage(max_num_batched_tokens=80, max_drafts=9, max_steps_in_flight=1)
+    stage.up(num_blocks=200, max_drafts=9)
+    for num_rows, num_drafts in ((1, 9), (4, 9), (5, 7), (6, 5), (8, 5)):
+        for index in range(num_rows):
+            if f"r{index}" not in stage.scheduler.requests:
+                stage.handle(submitted(f"r{index}", 4, max_tokens=400))
+        for _ in range(3):
+            stage.answer()
+        [frames] = stage.in_flight()
+        assert {frame.num_drafts for frame in frames.values()} == {num_drafts}
 
 
 def test_frame_reserves_exactly_when_the_worker_will_sample() -> None:

@@ -17,11 +17,11 @@ from ray.util import get_node_ip_address
 
 from scheduler.step import StepPlan, StepResult
 from worker.checkpoints import Checkpoints
+from worker.drafting import DraftSpec
 from worker.process import environment
 from worker.session import SessionQueue, StaleSession, StepError
 
 if TYPE_CHECKING:
-    from worker.drafter import Drafter
     from worker.runner import Runner
 
 HEALTH_GROUP = "health"
@@ -46,9 +46,7 @@ class WorkerSpec:
     weight_bytes: int
     max_num_seqs: int
     max_model_len: int
-    max_drafts: int  # 0: no drafter
-    prompt_lookup_min: int
-    prompt_lookup_max: int
+    drafts: DraftSpec
     threads: int
 
     def environment(self) -> dict[str, str]:
@@ -69,6 +67,7 @@ class WorkerTraits:
     num_blocks: int
     max_num_seqs: int
     max_drafts: int
+    drop_last_hit_block: bool  # of a prefix hit: the drafter's KV at its end depends on the token after it
     fingerprint: str
     complaints: tuple[str, ...]  # what makes a row's numbers depend on its company here; empty: nothing does
 
@@ -194,6 +193,7 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
     """A runner over a freshly loaded model. torch is first imported here, in the worker's own process."""
     import torch
 
+    from worker.drafting import build_drafter
     from worker.fingerprint import fingerprint, self_test
     from worker.model import load_model
     from worker.runner import Runner
@@ -201,8 +201,9 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
 
     torch.set_num_threads(spec.threads)
     num_blocks = spec.num_blocks if spec.num_blocks is not None else _blocks_that_fit(spec)
+    directory = model_directory(spec)
     model = load_model(
-        model_directory(spec),
+        directory,
         dtype=getattr(torch, spec.dtype),
         device=spec.device,
         attention=spec.attention,
@@ -215,7 +216,7 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
     runner = Runner(
         worker_id=spec.worker_id,
         model=model,
-        drafter=_drafter(spec),
+        drafter=build_drafter(spec.drafts, model, directory, max_num_seqs=spec.max_num_seqs, sanitize=is_wanted()),
         max_num_seqs=spec.max_num_seqs,
         sanitizer=KVSanitizer(num_blocks, spec.block_size) if is_wanted() else None,
         swap=checkpoints.swap,
@@ -225,7 +226,8 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
         worker_id=spec.worker_id,
         num_blocks=num_blocks,
         max_num_seqs=spec.max_num_seqs,
-        max_drafts=spec.max_drafts,
+        max_drafts=runner.max_drafts,
+        drop_last_hit_block=runner.drop_last_hit_block,
         # Numbers that depend on their company are like nobody's, not even like this worker's own a step later.
         fingerprint=fingerprint(model) + (f" inexact on {spec.worker_id}" if complaints else ""),
         complaints=tuple(complaints),
@@ -251,19 +253,6 @@ def model_directory(spec: WorkerSpec) -> Path:
         return Path(snapshot_download(spec.fetched, revision=directory.name, allow_patterns=patterns))
     except OSError as error:
         raise ValueError(f"{spec.worker_id} cannot fetch {spec.fetched} on {os.uname().nodename}: {error}") from error
-
-
-def _drafter(spec: WorkerSpec) -> "Drafter | None":
-    if spec.max_drafts == 0:
-        return None
-    from worker.drafter import NgramDrafter
-
-    return NgramDrafter(
-        max_drafts=spec.max_drafts,
-        prompt_lookup_min=spec.prompt_lookup_min,
-        prompt_lookup_max=spec.prompt_lookup_max,
-        max_model_len=spec.max_model_len,
-    )
 
 
 def _blocks_that_fit(spec: WorkerSpec) -> int:

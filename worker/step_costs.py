@@ -14,8 +14,8 @@ from worker.model import Model
 
 Float64Array = NDArray[np.float64]
 
-MEASURED_TOKENS = (1, 4, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-REPEATS = 3
+MEASURED_TOKENS = (1, 4, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+REPEATS = 2
 DRIFT_RATE = 0.1  # of the load of the whole machine, which all steps share
 SHAPE_RATE = 0.05  # of what one size of step costs beside the others
 MOST_CHANGE = 2.0  # a longer step was disturbed by something else
