@@ -38,6 +38,7 @@ STOP_GRACE_S = 5.0
 POLL_S = 0.2
 MAX_DEATHS, MAX_DEATHS_WITHIN_S = 5, 20.0  # of front ends, before it is given up
 REVIVAL_TIMEOUT_S = 60.0
+QUEUE_POOLS = 8  # tokens that may wait, in pools of all workers
 
 # Told what begins, and left when it has ended: `with phase("Loading 2 workers"): ...`
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -209,6 +210,7 @@ class Deployment:
         self, workers: "dict[str, ActorHandle[WorkerActor]]", traits: list[WorkerTraits]
     ) -> "ActorHandle[SchedulerActor]":
         config = replace(self.sizes.scheduler, largest_pool_blocks=max(worker.num_blocks for worker in traits))
+        pool_tokens = self.config.block_size * sum(worker.num_blocks for worker in traits)
         # Plain values only: what else a constructor is given could not be had again once this process has gone.
         ports = {worker_id: self._port(worker_id) for worker_id in workers}
         liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
@@ -219,6 +221,7 @@ class Deployment:
             liveness,
             self.config.record_events,
             [str(self.config.faults)] if self.config.faults.any else [],
+            self.config.max_waiting_tokens or QUEUE_POOLS * pool_tokens,
             name="scheduler",
             num_cpus=0,
             max_restarts=-1,

@@ -198,12 +198,15 @@ class Client:
         key: str | Path | None = None,
         token: str | None = None,
     ) -> None:
-        """TLS with `tls` or any of the PEM files: whom to trust, this client's certificate and its key.
+        """`address`: HOST:PORT, or several IPv4 ones with commas between: the first that answers is used.
+
+        TLS with `tls` or any of the PEM files: whom to trust, this client's certificate and its key.
 
         `token` goes with every call; a new one may be assigned at any time. Raises ValueError for files that
         cannot be read.
         """
         self.address = address
+        self._target = f"ipv4:{address}" if "," in address else address
         self.token = token
         secure = tls or any((ca, cert, key))
         self._credentials: Any = _credentials(ca, cert, key) if secure else None
@@ -434,8 +437,8 @@ class Client:
 
     def _open(self, insecure: Callable[..., Any], secure: Callable[..., Any]) -> Any:
         if self._credentials is None:
-            return insecure(self.address, options=CHANNEL_OPTIONS)
-        return secure(self.address, self._credentials, options=CHANNEL_OPTIONS)
+            return insecure(self._target, options=CHANNEL_OPTIONS)
+        return secure(self._target, self._credentials, options=CHANNEL_OPTIONS)
 
 
 def _credentials(ca: str | Path | None, cert: str | Path | None, key: str | Path | None) -> Any:

@@ -140,6 +140,7 @@ class ServeConfig:
     max_steps_in_flight: int = 2  # per worker
     threads: int | None = None  # of one worker
     max_waiting: int = 4096  # requests
+    max_waiting_tokens: int | None = None  # prompts and outputs at most; None: eight times what the pools hold
     record_events: int = 0  # length of the scheduler's log; 0: none
     address: str | None = None  # of a running Ray cluster to join; None: one of this machine alone
     num_front_ends: int = 1
@@ -203,6 +204,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "max_steps_in_flight": (1, MAX_STEPS_IN_FLIGHT),
     "threads": (1, 1024),
     "max_waiting": (1, None),
+    "max_waiting_tokens": (1, None),
     "record_events": (0, None),
     "num_front_ends": (1, 64),
     "heartbeat_s": (0.01, None),

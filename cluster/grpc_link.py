@@ -253,8 +253,10 @@ class _Stream:
                 await self._call.write(NumberedPlan(number, plan))
             answered: Answer | str = await answer
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            self._end(_reason(error))
-            raise StreamBroken(_reason(error)) from error
+            # The latter says only that the call has ended.
+            why = f"{(await self._call.code()).name}: {await self._call.details()}"
+            self._end(why)
+            raise StreamBroken(why) from error
         finally:
             del self._waiting[number]
             answer.cancel()  # it is not awaited where the write failed

@@ -39,7 +39,7 @@ from scheduler.events import (
     WorkerUp,
 )
 from scheduler.record import RecordedScheduler
-from scheduler.request import Request
+from scheduler.request import RejectCode, Request
 from scheduler.stats import DurationCounter, SchedulerStats
 from scheduler.step import StepPlan, StepResult
 from scheduler.trail import Trail
@@ -136,8 +136,12 @@ class SchedulerActor:
         liveness: Liveness | None = None,
         record_events: int = 0,
         notices: Sequence[str] = (),
+        max_waiting_tokens: int | None = None,
     ) -> None:
-        """`record_events`: how many events the core's log holds; 0 keeps none. `notices`: said in every `stats`."""
+        """`record_events`: how many events the core's log holds; 0 keeps none. `notices`: said in every `stats`.
+
+        `max_waiting_tokens`: of all requests in the queue; beyond it a first attempt is RESOURCE_EXHAUSTED.
+        """
         self._core = RecordedScheduler(config, max_events=record_events) if record_events else Scheduler(config)
         self._workers = dict(workers)
         self._liveness = liveness or Liveness()
@@ -153,6 +157,7 @@ class SchedulerActor:
         self._fingerprints: dict[str, str] = {}  # by worker id
         self._weights: str | None = None  # what all workers were last swapped to
         self._notices = tuple(notices)
+        self._max_waiting_tokens = max_waiting_tokens
         self._absent: dict[str, str] = {}  # worker id -> why it is not there, while it fails to come up
         self._started = False
         self._failure: str | None = None
@@ -198,6 +203,9 @@ class SchedulerActor:
         self._require_life()
         if request.front_end not in self._front_ends:
             raise ConnectionError(f"front end {request.front_end} is not connected")
+        if request.attempt == 0 and self._is_crowded(request):
+            self._refuse(request)
+            return
         if timeout_s is not None:
             request = replace(request, deadline_ns=time.monotonic_ns() + round(timeout_s * 1e9))
         now_ns = time.monotonic_ns()
@@ -254,6 +262,25 @@ class SchedulerActor:
     async def front_end_names(self) -> list[str]:
         """The front ends connected now."""
         return list(self._front_ends)
+
+    def _is_crowded(self, request: Request) -> bool:
+        """Whether this is too many tokens more to wait. A request that would wait alone is never refused."""
+        if self._max_waiting_tokens is None or not self._core.waiting:
+            return False
+        waiting = (state.request for state in self._core.waiting)
+        return sum(most_tokens(one) for one in waiting) + most_tokens(request) > self._max_waiting_tokens
+
+    def _refuse(self, request: Request) -> None:
+        refused = RejectRequest(
+            front_end=request.front_end,
+            stream=request.stream,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            code=RejectCode.RESOURCE_EXHAUSTED,
+            message=f"the queue is full: max_waiting_tokens {self._max_waiting_tokens}",
+            retry_after_ms=self._core.config.retry_after_ms,
+        )
+        self._deliver(request.front_end, [refused])
 
     def _require_life(self) -> None:
         if self._failure is not None:
@@ -465,6 +492,11 @@ class SchedulerActor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or f"{type(error).__name__}: {error}"
             log.error("a task of the scheduler failed", exc_info=error)
+
+
+def most_tokens(request: Request) -> int:
+    """Of its prompt and its output together."""
+    return len(request.prompt_token_ids) + request.max_tokens
 
 
 def swap_number(weights: str) -> int:

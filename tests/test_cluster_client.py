@@ -9,6 +9,7 @@ import pytest
 
 from cluster.client import Client
 from cluster.server import Server, ServerConfig
+from cluster.serving import State
 from scheduler.request import FinishReason
 from tests.fake_link import expected_tokens
 from tests.served import TINY, Served, served
@@ -152,6 +153,23 @@ async def test_a_stream_resumes_at_a_server_that_takes_over_the_port() -> None:
                 await second.start()
         assert token_ids == expected_tokens(PROMPT, 7, 40)
         await second.stop(0.0)
+
+
+async def test_a_stream_resumes_at_another_front_end() -> None:
+    async with served() as first, served() as second:
+        first.link.stall_at = 5
+        async with Client(f"{first.server.address},{second.server.address}") as client:
+            generation = client.generate(PROMPT, max_tokens=40, seed=7, resume=True)
+            taken: list[int] = []
+            async for output in generation:
+                taken.extend(output.token_ids)
+                if len(taken) >= 5 and first.serving.state is State.SERVING:
+                    await first.server.stop(0.0)
+    assert taken == expected_tokens(PROMPT, 7, 40)
+    resumed = second.link.submitted[0].resume_token_ids.tolist()
+    assert len(resumed) >= 5
+    assert resumed == taken[: len(resumed)]
+    assert generation.num_repeated_tokens == 0
 
 
 async def test_resumption_gives_up_after_a_while() -> None:

@@ -7,9 +7,11 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from cluster.bringup import Deployment
+from cluster.client import Client
 from cluster.config import ServeConfig
 from tests.ray_streams import deployed, expected, random_requests, reference_model, scheduler_stats, streams
 from tests.tiny_model import save_tiny_model
@@ -53,6 +55,21 @@ def test_streams_over_ray_and_grpc_are_the_undisturbed_ones(deployment: Deployme
     assert len(stats["workers"]) == 2
     assert stats["num_accepted_tokens"] > 0
     assert stats["tokens_rolled_back"] > 0
+
+
+def test_weights_are_swapped_under_running_streams_and_back(
+    deployment: Deployment, model: Model, directory: Path, tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, seed=1)
+    requests = random_requests(6, 60, seed=3)
+    with Client(deployment.endpoints[0]) as client:
+        with pytest.raises(grpc.RpcError, match="there is no directory /nowhere"):
+            client.swap_weights("/nowhere")
+        client.swap_weights(str(tmp_path))
+        got = asyncio.run(streams(deployment.endpoints[0], requests, disturb=False))
+        assert got == expected(reference_model(tmp_path), requests) != expected(model, requests)
+        client.swap_weights(str(directory))
+    assert asyncio.run(streams(deployment.endpoints[0], requests, disturb=True)) == expected(model, requests)
 
 
 def test_preemptions_and_resets_in_flight_change_no_stream(deployment: Deployment, model: Model) -> None:

@@ -17,7 +17,7 @@ from cluster.faults import Faults, FaultyWorkerPort
 from cluster.grpc_link import Connection, GrpcTransport
 from scheduler.actor import Liveness, Message, SchedulerActor, StepRaised, WorkerPort, WorkerUnreachable
 from scheduler.events import EmitTokens, FinishRequest, RejectRequest, SchedulerConfig, WorkerUp
-from scheduler.request import FinishReason, Request, SamplingParams
+from scheduler.request import FinishReason, RejectCode, Request, SamplingParams
 from scheduler.step import StepPlan, StepResult
 from tests.certificates import Authority
 from tests.simulate import worker as toy_worker
@@ -235,7 +235,15 @@ def expected(asked: Request) -> list[int]:
 class World:
     """One life of the scheduler, its two workers and one front end."""
 
-    def __init__(self, transport: str, faults: Faults = NO_FAULTS) -> None:
+    def __init__(
+        self,
+        transport: str,
+        faults: Faults = NO_FAULTS,
+        max_waiting_tokens: int | None = None,
+        worker_down_after_s: float = 2.0,
+    ) -> None:
+        self._max_waiting_tokens = max_waiting_tokens
+        self._worker_down_after_s = worker_down_after_s
         self.workers = {worker_id: ToyWorkerPort(worker_id) for worker_id in ("a", "b")}
         self.inbox = Inbox()
         self.ports: dict[str, GrpcToyPort] = {}
@@ -257,7 +265,11 @@ class World:
             resend_after_ns=100_000_000,
         )
         life = SchedulerActor(
-            config, self.carriers, Liveness(heartbeat_s=0.01, worker_down_after_s=0.5, tick_s=0.005), notices=["tried"]
+            config,
+            self.carriers,
+            Liveness(heartbeat_s=0.01, worker_down_after_s=self._worker_down_after_s, tick_s=0.005),
+            notices=["tried"],
+            max_waiting_tokens=self._max_waiting_tokens,
         )
         self.lives.append(life)
         return life
@@ -368,12 +380,12 @@ async def test_messages_late_repeated_reordered_and_lost_change_no_stream(transp
 
 
 async def test_a_worker_cut_off_for_long_is_down_and_comes_back() -> None:
-    world = World("calls", Faults(partition="0.5:1.0", seed=3))
+    world = World("calls", Faults(partition="2:0.8", seed=3), worker_down_after_s=0.4)
     await world.scheduler.connect("front", world.inbox)
-    asked = [request(stream, max_tokens=60) for stream in range(40)]
+    asked = [request(stream, max_tokens=60) for stream in range(80)]
     for one in asked:
         await world.scheduler.submit(one, None)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
     await world.finish(*asked)
     assert max(worker.num_sessions for worker in world.workers.values()) >= 2
     await world.close()
@@ -403,6 +415,26 @@ async def test_new_weights_reach_every_worker_and_the_next_life(world: World) ->
     second = world.new_life()
     await second.start()
     await until(lambda: world.workers["a"].swapped == weights)
+
+
+async def test_a_queue_of_too_many_tokens_takes_no_first_attempt_more() -> None:
+    world = World("calls", max_waiting_tokens=200)
+    await world.scheduler.connect("front", world.inbox)
+    for worker in world.workers.values():
+        worker.alive = False  # nothing is ever planned
+    for stream in range(3):
+        await world.scheduler.submit(request(stream, max_tokens=80), None)
+    rejection = await until(lambda: world.inbox.rejected.get(2))
+    assert rejection is not None
+    assert rejection.code is RejectCode.RESOURCE_EXHAUSTED
+    assert rejection.retry_after_ms == 1000
+    await world.scheduler.submit(replace(request(3, max_tokens=80), attempt=1), None)  # was admitted elsewhere
+    assert (await world.scheduler.stats()).num_waiting == 3
+    await world.scheduler.cancel("r0", 0)
+    await world.scheduler.cancel("r3", 1)
+    await world.scheduler.submit(request(4, max_tokens=80), None)
+    assert (await world.scheduler.stats()).num_waiting == 2
+    await world.close()
 
 
 async def test_a_connection_whose_delivery_failed_is_forgotten_and_made_again(world: World) -> None:
