@@ -11,6 +11,7 @@ from protos import slipstream_pb2_grpc
 
 RECORD_PART_BYTES = 1 << 20
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+VIEW_METHOD = f"/{SERVICE_NAME}/View"  # whose callers may see the live page too
 
 
 class AdminServicer(slipstream_pb2_grpc.AdminServicer):

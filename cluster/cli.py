@@ -57,7 +57,7 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond loopback without TLS.")] = False,
     auth_token_file: Annotated[str | None, typer.Option(help="Lines of `TOKEN [TENANT] [limit=N]`.")] = None,
     admin_token_file: Annotated[str | None, typer.Option(help="Tokens for operators' calls alone.")] = None,
-    metrics_host: Annotated[str, typer.Option(help="Where Prometheus scrapes.")] = DEFAULTS.metrics_host,
+    metrics_host: Annotated[str, typer.Option(help="Where metrics and the live page are.")] = DEFAULTS.metrics_host,
     metrics_port: Annotated[
         int | None, typer.Option(help="0: off; default: 9464, or any free one if that is taken.")
     ] = None,
@@ -126,6 +126,8 @@ def _serve(config: ServeConfig) -> None:
         record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray)
         for endpoint in deployment.metrics_endpoints:
             _print(f"metrics http://{endpoint}/metrics")
+        for endpoint in deployment.metrics_endpoints[:1]:
+            _print(f"page http://{endpoint}/")
         for endpoint in deployment.endpoints:
             _print(f"ready {endpoint}")
         while (ended := deployment.wait(WAIT_S)) is None:

@@ -9,10 +9,12 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
+from cluster.admin_service import VIEW_METHOD
 from cluster.frontend import FrontEnd
 from cluster.link import RaySchedulerLink
 from cluster.metrics import Metrics
 from cluster.metrics_server import MetricsConfig, MetricsServer
+from cluster.page import Page
 from cluster.served_model import ServedModel
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
@@ -69,7 +71,9 @@ class FrontEndActor:
         self._server = Server(serving, config)
         port = await self._server.start()
         if self._spec.metrics is not None:
-            self._metrics = MetricsServer(Metrics(self._front_end, self._server.guard), self._spec.metrics)
+            guard = self._server.guard
+            page = Page(self._front_end, self._spec.model_name, lambda token: guard.admits(VIEW_METHOD, token))
+            self._metrics = MetricsServer(Metrics(self._front_end, guard), self._spec.metrics, page)
             await self._metrics.start()
         self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, connection))
         return port

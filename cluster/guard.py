@@ -67,6 +67,15 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler  # the latter are generated defaults, which answer UNIMPLEMENTED
         return self._patient(handler, method, caller)
 
+    def admits(self, method: str, token: str | None) -> bool:
+        """Whether who shows this token, or none, may call this method."""
+        try:
+            self._admitted(method, [] if token is None else [("authorization", f"{SCHEME} {token}")])
+        except StreamError as error:
+            self.num_refused[error.code] += 1
+            return False
+        return True
+
     def _admitted(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
         """Whose call it is. Raises StreamError."""
         if self._exempt(method):

@@ -1,4 +1,4 @@
-"""A port for scrapers: plain HTTP, one page, on the event loop of its front end.
+"""A port for scrapers and the live page: plain HTTP on the event loop of its front end.
 
 Written out rather than taken from prometheus_client, whose server has a thread for each connection
 and waits for it without end.
@@ -8,9 +8,10 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NamedTuple
 
+from cluster.http_messages import Request, Response, send
 from cluster.metrics import Metrics
+from cluster.page import Page
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +19,6 @@ PATH = "/metrics"
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
 HEAD_TIMEOUT_S = 5.0
-SEND_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +31,11 @@ class MetricsConfig:
     with_scheduler: bool = True
 
 
-class Response(NamedTuple):
-    """One answer."""
-
-    status: HTTPStatus
-    body: bytes
-    content_type: str = "text/plain; charset=utf-8"
-
-
 class MetricsServer:
     """Start it, stop it."""
 
-    def __init__(self, metrics: Metrics, config: MetricsConfig) -> None:
-        self._metrics, self._config = metrics, config
+    def __init__(self, metrics: Metrics, config: MetricsConfig, page: Page | None = None) -> None:
+        self._metrics, self._config, self._page = metrics, config, page
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.StreamWriter, asyncio.Event] = {}  # each set when its connection is over
         self.port = 0
@@ -96,37 +88,23 @@ class MetricsServer:
         except asyncio.IncompleteReadError:
             return
         except asyncio.LimitOverrunError:
-            await _send(writer, Response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b""))
+            await send(writer, Response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b""))
             return
-        await _send(writer, await self._response(head), with_body=not head.startswith(b"HEAD "))
+        request = Request.parsed(head)
+        if self._page is not None and self._page.serves(request):
+            await self._page.answer(request, writer)
+        else:
+            await send(writer, await self._response(request), with_body=request.method != "HEAD")
 
-    async def _response(self, head: bytes) -> Response:
-        request_line, *fields = head.decode("latin-1").split("\r\n")
-        method, _, rest = request_line.partition(" ")
-        path = rest.partition(" ")[0].partition("?")[0]
-        if path != PATH:
-            return Response(HTTPStatus.NOT_FOUND, f"there is {PATH} only\n".encode())
-        if method not in ("GET", "HEAD"):
+    async def _response(self, request: Request) -> Response:
+        if request.path != PATH:
+            return Response(HTTPStatus.NOT_FOUND, f"there is no such page; metrics are at {PATH}\n".encode())
+        if request.method not in ("GET", "HEAD"):
             return Response(HTTPStatus.METHOD_NOT_ALLOWED, b"GET it\n")
-        accept = [value.strip() for name, _, value in (f.partition(":") for f in fields) if name.lower() == "accept"]
+        accept, with_scheduler = request.fields.get("accept", ""), self._config.with_scheduler
         try:
-            page, content_type = await self._metrics.page(",".join(accept), with_scheduler=self._config.with_scheduler)
+            page, content_type = await self._metrics.page(accept, with_scheduler=with_scheduler)
         except Exception:
             log.exception("the metrics could not be made")
             return Response(HTTPStatus.INTERNAL_SERVER_ERROR, b"the metrics could not be made; see the log\n")
         return Response(HTTPStatus.OK, page, content_type)
-
-
-async def _send(writer: asyncio.StreamWriter, response: Response, *, with_body: bool = True) -> None:
-    """The whole answer; each connection carries one."""
-    status = response.status
-    fields = {
-        "Content-Type": response.content_type,
-        "Content-Length": str(len(response.body)),
-        "Cache-Control": "no-store",
-        "Connection": "close",
-    }
-    head = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
-    writer.write("\r\n".join(head).encode() + (response.body if with_body else b""))
-    async with asyncio.timeout(SEND_TIMEOUT_S):
-        await writer.drain()
