@@ -148,6 +148,7 @@ class ServeConfig:
     faults: Faults = field(default_factory=Faults)  # between the scheduler and its workers
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
+    worker_hung_after_s: float = 20.0  # silent for so long more: its process is ended
 
     def __post_init__(self) -> None:
         """ConfigError for the first flag out of range."""
@@ -209,6 +210,7 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "num_front_ends": (1, 64),
     "heartbeat_s": (0.01, None),
     "worker_down_after_s": (0.05, None),
+    "worker_hung_after_s": (0.05, None),
 }
 
 

@@ -125,7 +125,7 @@ async def live_stack(
 
 def _worker(worker_id: str, verify_s: float, draft_s: float) -> InProcessWorker:
     drafter = SlowDrafter(max_drafts=4, prompt_lookup_min=1, prompt_lookup_max=4, max_model_len=MAX_MODEL_LEN)
-    model = ToyModel(vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    model = ToyModel(vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, last_token_weight=150.0)
     runner = SlowRunner(worker_id=worker_id, model=model, drafter=drafter, max_num_seqs=8, sanitizer=None)
     runner.verify_s, drafter.draft_s = verify_s, draft_s
     return InProcessWorker(runner)
