@@ -213,7 +213,11 @@ class Deployment:
         pool_tokens = self.config.block_size * sum(worker.num_blocks for worker in traits)
         # Plain values only: what else a constructor is given could not be had again once this process has gone.
         ports = {worker_id: self._port(worker_id) for worker_id in workers}
-        liveness = Liveness(heartbeat_s=self.config.heartbeat_s, worker_down_after_s=self.config.worker_down_after_s)
+        liveness = Liveness(
+            heartbeat_s=self.config.heartbeat_s,
+            worker_down_after_s=self.config.worker_down_after_s,
+            worker_hung_after_s=self.config.worker_hung_after_s,
+        )
         scheduler = self._create(
             SchedulerActor,
             config,

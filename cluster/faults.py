@@ -109,6 +109,10 @@ class FaultyWorkerPort:
         await self._cuts.over()
         return await self._port.health()
 
+    async def restart(self) -> None:
+        """As the other port."""
+        await self._port.restart()
+
     async def prepare(self, weights: str) -> None:
         """As the other port."""
         await self._port.prepare(weights)

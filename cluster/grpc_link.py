@@ -153,6 +153,10 @@ class GrpcWorkerPort:
         """The session the worker is in. Raises WorkerUnreachable."""
         return await self._there().health()
 
+    async def restart(self) -> None:
+        """End the worker's process; Ray begins another. Raises WorkerUnreachable."""
+        await self._registrar.restart()
+
     async def prepare(self, weights: str) -> None:
         """Load weights that a plan will swap to. Raises ValueError when it cannot, or WorkerUnreachable."""
         await self._registrar.prepare(weights)

@@ -72,6 +72,13 @@ class RayWorkerPort:
             raise WorkerUnreachable(one_line(error)) from error
         return session
 
+    async def restart(self) -> None:
+        """End the worker's process, also one that is stopped; Ray begins another. Raises WorkerUnreachable."""
+        try:
+            ray.kill(self._actor(), no_restart=False)
+        except RayError as error:
+            raise WorkerUnreachable(one_line(error)) from error
+
     async def prepare(self, weights: str) -> None:
         """Load weights that a plan will swap to. Raises ValueError when it cannot, or WorkerUnreachable."""
         try:

@@ -76,6 +76,10 @@ class WorkerPort(Protocol):
         """The session the worker is in, answered even during a step. Raises WorkerUnreachable."""
         ...
 
+    async def restart(self) -> None:
+        """End the worker's process, which does not answer; another begins. Raises WorkerUnreachable."""
+        ...
+
     async def prepare(self, weights: str) -> None:
         """Load weights that a plan will swap to. Raises ValueError when it cannot, or WorkerUnreachable."""
         ...
@@ -103,6 +107,7 @@ class Liveness:
     tick_s: float = 0.05
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
+    worker_hung_after_s: float = 20.0  # silent for so long more: its process is ended
 
 
 @dataclass(slots=True, eq=False)
@@ -158,6 +163,7 @@ class SchedulerActor:
         self._weights: str | None = None  # what all workers were last swapped to
         self._notices = tuple(notices)
         self._max_waiting_tokens = max_waiting_tokens
+        self._silent: set[str] = set()  # workers whose last session ended in silence
         self._absent: dict[str, str] = {}  # worker id -> why it is not there, while it fails to come up
         self._started = False
         self._failure: str | None = None
@@ -403,6 +409,8 @@ class SchedulerActor:
 
     async def _live(self, worker_id: str) -> tuple[str, float]:
         """One session of a worker from its registration to its end: why it ended, and how long it lasted."""
+        if worker_id in self._silent:
+            await self._end_if_hung(worker_id)
         port, session = self._workers[worker_id], self._new_session(worker_id)
         try:
             worker_up = await port.register(session.number)
@@ -428,6 +436,7 @@ class SchedulerActor:
             silent_s = time.monotonic() - last_heard_s
             if silent_s >= self._liveness.worker_down_after_s:
                 session.end(f"worker {worker_id} was silent for {silent_s:.1f} s")
+                self._silent.add(worker_id)
             await asyncio.wait({session.ended}, timeout=self._liveness.heartbeat_s)
         return session.ended.result()
 
@@ -442,6 +451,20 @@ class SchedulerActor:
         if current != session.number:
             session.end(f"worker {worker_id} was restarted")
         return True
+
+    async def _end_if_hung(self, worker_id: str) -> None:
+        """A process that stays silent is ended, so that another begins: once, as that may only be slow to start."""
+        self._silent.discard(worker_id)
+        port = self._workers[worker_id]
+        try:
+            async with asyncio.timeout(self._liveness.worker_hung_after_s):
+                await port.health()
+        except WorkerUnreachable:
+            return  # it is known to be gone
+        except TimeoutError:
+            log.warning("worker %s hangs: its process is ended", worker_id)
+            with suppress(WorkerUnreachable):
+                await port.restart()
 
     def _new_session(self, worker_id: str) -> _Session:
         session = _Session(self._new_number(), asyncio.get_running_loop().create_future())

@@ -41,17 +41,23 @@ class ToyWorkerPort:
         self.running = asyncio.Event()
         self.running.set()
         self.num_sessions = 0
+        self.num_restarts = 0
         self._queue = SessionQueue(self._new_executor())
         self._session: int | None = None
         self.prepared: str | None = None
         self.swapped: str | None = None
         self.fail_at: int | None = None  # step_seq
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
         """The process comes back empty, in no session."""
+        self.come_back()
+        self.num_restarts += 1
+
+    def come_back(self) -> None:
         self._queue = SessionQueue(self._new_executor())
         self._session = None
         self.alive = True
+        self.running.set()
 
     async def register(self, session: int) -> WorkerUp:
         await self.reach()
@@ -142,6 +148,9 @@ class GrpcToyPort:
         await self._toy.reach()
         assert self.connection is not None
         return await self.connection.health()
+
+    async def restart(self) -> None:
+        await self._toy.restart()
 
     async def prepare(self, weights: str) -> None:
         await self._toy.prepare(weights)
@@ -267,7 +276,9 @@ class World:
         life = SchedulerActor(
             config,
             self.carriers,
-            Liveness(heartbeat_s=0.01, worker_down_after_s=self._worker_down_after_s, tick_s=0.005),
+            Liveness(
+                heartbeat_s=0.01, worker_down_after_s=self._worker_down_after_s, worker_hung_after_s=1.0, tick_s=0.005
+            ),
             notices=["tried"],
             max_waiting_tokens=self._max_waiting_tokens,
         )
@@ -322,11 +333,22 @@ async def test_a_worker_that_falls_silent_is_down_and_its_requests_go_on(world: 
     await until(lambda: world.workers["a"].num_sessions >= 2)
 
 
+async def test_a_worker_that_hangs_is_ended_and_its_next_process_takes_work_again() -> None:
+    world = World("calls", worker_down_after_s=0.3)
+    await world.scheduler.connect("front", world.inbox)
+    await until(lambda: world.workers["a"].num_sessions == 1)
+    world.workers["a"].running.clear()  # and nobody sets it again but `restart`
+    await until(lambda: world.workers["a"].num_sessions == 2)
+    assert world.workers["a"].num_restarts == 1
+    assert world.workers["b"].num_restarts == 0
+    await world.close()
+
+
 async def test_a_restarted_worker_registers_anew(world: World) -> None:
     await until(lambda: world.workers["a"].num_sessions == 1)
     world.workers["a"].alive = False
     await asyncio.sleep(0.02)
-    world.workers["a"].restart()
+    world.workers["a"].come_back()
     await until(lambda: world.workers["a"].num_sessions == 2)
     asked = request(0)
     await world.scheduler.submit(asked, None)
@@ -396,7 +418,7 @@ async def test_a_worker_that_fails_over_and_over_is_told_of_until_it_lasts(world
     notices = await until(lambda: world.notices_of("a"))
     assert "failed 2 times in a row" in notices[0]
     assert (await world.scheduler.stats()).notices == ("tried", *notices)
-    world.workers["a"].restart()
+    world.workers["a"].come_back()
     await until(lambda: not world.notices_of("a"))
 
 
@@ -410,7 +432,7 @@ async def test_new_weights_reach_every_worker_and_the_next_life(world: World) ->
     assert weights.endswith(" /models/other")
     await until(lambda: {worker.swapped for worker in world.workers.values()} == {weights})
 
-    world.workers["a"].restart()
+    world.workers["a"].come_back()
     world.workers["a"].swapped = None
     second = world.new_life()
     await second.start()
