@@ -3,6 +3,8 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -184,6 +186,54 @@ def status(
         _print(json.dumps(page))
     else:
         Console().print(status_table(page))
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one frame.")] = False,
+    port: Port = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Workers' steps, blocks, latencies and requests of the running server, again every second."""
+    from cluster.top import run_top
+
+    deployment = _running(port)
+    with _client(deployment.endpoints[0], ca, cert, key, token_file) as client, StopSignals(), suppress(KeyboardInterrupt):
+
+        def ask(after: int) -> dict[str, Any]:
+            [view] = _answered(lambda: [client.view(after)])
+            return view
+
+        run_top(ask, f"{deployment.model} on {', '.join(deployment.endpoints)}", once=once)
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="Where to write it, for ui.perfetto.dev or chrome://tracing.")],
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to look.")] = 5.0,
+    port: Port = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Write a trace of steps, frames and messages of the running server, request ids included."""
+    from cluster.trace import collect
+
+    with ExitStack() as stack:
+        clients = [_client(one, ca, cert, key, token_file) for one in _running(port).endpoints]
+
+        def ask(client: "Client", after: int) -> dict[str, Any]:
+            [view] = _answered(lambda: [client.view(after, frames=True)])
+            return view
+
+        found = collect([partial(ask, stack.enter_context(client)) for client in clients], seconds)
+    document = found.document()
+    file.write_text(json.dumps(document))
+    _print(f"{file}: {len(document['traceEvents'])} events")
 
 
 @app.command()
