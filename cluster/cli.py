@@ -201,7 +201,8 @@ def top(
     from cluster.top import run_top
 
     deployment = _running(port)
-    with _client(deployment.endpoints[0], ca, cert, key, token_file) as client, StopSignals(), suppress(KeyboardInterrupt):
+    client = _client(deployment.endpoints[0], ca, cert, key, token_file)
+    with client, StopSignals(), suppress(KeyboardInterrupt):
 
         def ask(after: int) -> dict[str, Any]:
             [view] = _answered(lambda: [client.view(after)])
