@@ -145,3 +145,21 @@ async def test_a_client_that_stops_reading_is_paused_and_at_last_cancelled_and_h
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_storm_of_cancels_ends_those_streams_and_no_other() -> None:
+    async with served(FakeLink(max_live=1000)) as up:
+        stub = slipstream_pb2_grpc.InferenceStub(up.channel)  # type: ignore[no-untyped-call]
+        staying = [asyncio.create_task(up.client.generate([5, 6], max_tokens=200, seed=i).aresult()) for i in range(10)]
+
+        async def leave(index: int) -> None:
+            tokens, sampling = pb.TokenIds(ids=[5, 7]), pb.Sampling(seed=index)
+            call = stub.Generate(pb.GenerateRequest(tokens=tokens, max_tokens=250, sampling=sampling))
+            if index % 2:
+                await call.read()
+            call.cancel()
+
+        await asyncio.gather(*(leave(index) for index in range(300)))
+        for seed, answer in enumerate(await asyncio.gather(*staying)):
+            assert answer.token_ids == expected_tokens([5, 6], seed, 200)
+        await up.gone(timeout_s=20.0)
