@@ -14,10 +14,10 @@ from worker.model import Model
 
 Float64Array = NDArray[np.float64]
 
-MEASURED_TOKENS = (1, 4, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-REPEATS = 2
+MEASURED_TOKENS = (1, 4, 5, 8, 16, 32, 64)
+ROUNDS = 4  # the first warms up
 DRIFT_RATE = 0.1  # of the load of the whole machine, which all steps share
-SHAPE_RATE = 0.05  # of what one size of step costs beside the others
+SHAPE_RATE = 0.05  # of what one size of step costs beside the others; more while little is known of it
 MOST_CHANGE = 2.0  # a longer step was disturbed by something else
 MOST_SHAPE = 1.5  # a size that looks worse than it is must not be shunned for ever
 DRAFT_SHARE = 0.1  # of the cheapest step, for one draft of all rows, until one was seen
@@ -28,17 +28,20 @@ def measure_costs(model: Model, max_tokens: int) -> dict[int, float]:
 
     Uses the first blocks of the pool and zeroes them again: a second or less.
     """
-    costs: dict[int, float] = {}
     pool = model.kv_cache
     sizes = [size for size in MEASURED_TOKENS if size <= min(max_tokens, pool.num_blocks)]
-    for size in sizes:
-        batch = make_batch([([index % 7], 0, [index]) for index in range(size)], pool.block_size, model.device)
-        elapsed = []
-        for _ in range(1 + REPEATS):
+    batches = {
+        size: make_batch([([index % 7], 0, [index]) for index in range(size)], pool.block_size, model.device)
+        for size in sizes
+    }
+    costs = dict.fromkeys(sizes, float("inf"))
+    # Round after round, so that whatever else the machine does for a while disturbs all sizes alike.
+    for attempt in range(ROUNDS):
+        for size, batch in batches.items():
             started_ns = time.perf_counter_ns()
             model.logits(model.forward(batch)).cpu()
-            elapsed.append(time.perf_counter_ns() - started_ns)
-        costs[size] = float(min(elapsed[1:]))
+            if attempt:
+                costs[size] = min(costs[size], float(time.perf_counter_ns() - started_ns))
     for part in (pool.key, pool.value):
         part[:, : max(sizes)] = 0
     return costs
@@ -56,7 +59,7 @@ class StepCosts:
         self._measured = np.maximum.accumulate(np.array([measured[int(size)] for size in sizes]))
         self._drift = 1.0  # of all steps against what was measured
         self._shape = np.ones(len(sizes))  # of steps of one size against all
-        self._seen = np.zeros(len(sizes), np.bool_)
+        self._seen = np.zeros(len(sizes), np.int64)  # steps of each size
         self._like = np.arange(len(sizes))  # the nearest size that was seen
         self._draft_ns: dict[int, float] = {}  # number of rows, in powers of two -> one draft of each
 
@@ -85,13 +88,15 @@ class StepCosts:
             expected = float(self.verify_ns(np.array([float(num_tokens)]))[0])
         ratio = min(max(elapsed_ns / expected, 1.0 / MOST_CHANGE), MOST_CHANGE)
         self._drift *= ratio**DRIFT_RATE
-        if not self._seen[nearest]:
+        self._seen[nearest] += 1
+        if self._seen[nearest] == 1:
             # What was measured leaves out sampling: sizes never seen are like the nearest one that was.
-            self._seen[nearest] = True
             seen = np.flatnonzero(self._seen)
             self._like = seen[np.abs(self._sizes[:, None] - self._sizes[seen]).argmin(1)]
-            return
-        shape = float(self._shape[nearest]) * ratio**SHAPE_RATE
+            if len(seen) == 1:
+                return  # nothing to compare it with
+        rate = max(SHAPE_RATE, 0.5 / float(self._seen[nearest]))
+        shape = float(self._shape[nearest]) * ratio**rate
         self._shape[nearest] = min(max(shape, 1.0 / MOST_SHAPE), MOST_SHAPE)
         self._shape = self._shape[self._like]
 
