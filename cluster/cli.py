@@ -420,7 +420,8 @@ def stress(
             metrics_port=0,
             max_num_seqs=8,
             max_model_len=max_model_len,
-            num_gpu_blocks_override=3 * -(-max_model_len // DEFAULTS.block_size),
+            # Tight enough that requests are preempted for lack of blocks.
+            num_gpu_blocks_override=3 * -(-max_model_len // DEFAULTS.block_size) // 2,
             threads=threads,
             transport=transport,
             faults=stress_faults(wished, seed),
