@@ -12,7 +12,7 @@ import pytest
 
 from cluster.bringup import Deployment
 from cluster.client import Client
-from cluster.config import ServeConfig
+from cluster.config import ServeConfig, SpeculativeConfig
 from tests.ray_streams import deployed, expected, random_requests, reference_model, scheduler_stats, streams
 from tests.tiny_model import save_tiny_model
 from worker.model import Model
@@ -42,6 +42,7 @@ def deployment(request: pytest.FixtureRequest, directory: Path) -> Iterator[Depl
         max_num_batched_tokens=48,
         threads=1,
         transport=request.param,
+        speculative=SpeculativeConfig(num_speculative_tokens=4),  # drafts even where they do not pay
     )
     with deployed(config, directory) as deployment:
         yield deployment

@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 MODEL = "smollm2"
 START_S = 300.0
-FLAGS = ("--data-parallel-size", "1", "--max-model-len", "2048", "--threads", "1")
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'  # even where they do not pay
+FLAGS = ("--data-parallel-size", "1", "--max-model-len", "2048", "--threads", "1", "--speculative-config", DRAFTS)
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name three colours."}]
 COPY: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "Repeat three times: the quick brown fox jumps over the lazy dog."}
