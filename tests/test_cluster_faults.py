@@ -1,10 +1,18 @@
 """What the fault injector can be told. What it does to streams is in test_scheduler_actor."""
 
+from dataclasses import asdict, replace
+from io import StringIO
+
 import pytest
+from rich.console import Console
 
 from cluster.config import ServeConfig
 from cluster.errors import ConfigError
 from cluster.faults import Faults, Partition
+from cluster.running import Running
+from cluster.status_page import status_of, status_table
+from scheduler.core import Scheduler
+from scheduler.events import SchedulerConfig
 
 
 @pytest.mark.parametrize(
@@ -42,3 +50,14 @@ def test_nothing_is_on_by_default_and_what_is_on_says_so() -> None:
 def test_what_makes_no_sense_is_refused_by_its_flag(faults: Faults, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig(faults=faults)
+
+
+def test_status_says_loudly_what_is_on() -> None:
+    notice = str(Faults(drop=0.1))
+    stats = asdict(replace(Scheduler(SchedulerConfig()).stats(), notices=(notice,)))
+    running = Running(pid=1, pid_started_at=1, endpoints=("h:1",), model="m", directory="", processes=())
+    page = status_of(running, {"scheduler": stats, "front_end": {}})
+    assert page["notices"] == (notice,)
+    out = StringIO()
+    Console(file=out, width=200).print(status_table(page))
+    assert notice in out.getvalue()
