@@ -7,7 +7,7 @@ ten is held against transformers' own generation instead. Knows nothing about ki
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +142,13 @@ class References:
     """What each stream must be."""
 
     def __init__(self, sizes: Sizes, requests: Sequence[Asked]) -> None:
-        """Computes them all, one after the other in one engine on as many threads as a worker's."""
+        """Computes them all at once, in one engine with room for all, on as many threads as a worker's."""
         self._sizes = sizes
         self._by_transformers: dict[Asked, list[int]] = {}
         self.num_compared = 0  # streams held against transformers
         self.num_near_ties = 0  # of these, where two tokens were as good
-        spec = sizes.workers[0]
+        blocks = -(-sizes.max_model_len // sizes.scheduler.block_size)
+        spec = replace(sizes.workers[0], num_blocks=len(requests) * blocks, max_num_seqs=len(requests))
         runner, traits = build(spec)
         self.fingerprint = traits.fingerprint
         engine = Engine([runner], sizes.scheduler)
