@@ -121,6 +121,10 @@ class FaultyWorkerPort:
         """As the other port."""
         return await self._port.weights()
 
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        """As the other port."""
+        return await self._port.draft_blocks()
+
     async def _exchange(self, plan: StepPlan) -> Sequence[StepResult]:
         await asyncio.sleep(self._way_s())
         if self._cuts.now():

@@ -165,6 +165,10 @@ class GrpcWorkerPort:
         """What the worker was last swapped to. Raises WorkerUnreachable."""
         return await self._registrar.weights()
 
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        """Blocks of its draft model's own pool, and how many are free. Raises WorkerUnreachable."""
+        return await self._registrar.draft_blocks()
+
     def _there(self) -> "Connection":
         if self._connection is None:
             raise WorkerUnreachable("the worker has not registered")

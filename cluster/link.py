@@ -96,6 +96,14 @@ class RayWorkerPort:
             raise WorkerUnreachable(one_line(error)) from error
         return weights
 
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        """Blocks of its draft model's own pool, and how many are free. Raises WorkerUnreachable."""
+        try:
+            blocks: tuple[int, int] | None = await self._actor().draft_blocks.remote()
+        except RayError as error:
+            raise WorkerUnreachable(one_line(error)) from error
+        return blocks
+
     def _actor(self) -> "ActorHandle[WorkerActor]":
         if self._found is None:
             try:

@@ -118,6 +118,8 @@ class Top:
         for kind in BLOCK_KINDS:
             if worker["block_counts"][kind]:
                 legend.append("■ ", STYLES[kind]).append(f"{worker['block_counts'][kind]} {NAMES.get(kind, kind)}   ")
+        if worker["draft_blocks"] is not None:
+            legend.append("■ ", "magenta").append("{used} of {total} draft group".format(**worker["draft_blocks"]))
         yield legend
 
     def _rate(self) -> str:

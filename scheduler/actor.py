@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 MAX_VIEWED_STEPS, MAX_VIEWED_FRAMES = 400, 2048
+DRAFT_BLOCKS_TIMEOUT_S = 0.5
 SHORT_SESSION_S = 2.0  # a worker whose sessions are no longer is not tried again at once
 
 
@@ -86,6 +87,10 @@ class WorkerPort(Protocol):
 
     async def weights(self) -> str | None:
         """What the worker was last swapped to; None: nothing since its start. Raises WorkerUnreachable."""
+        ...
+
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        """Blocks of its draft model's own pool, and how many are free; None without. Raises WorkerUnreachable."""
         ...
 
 
@@ -249,7 +254,21 @@ class SchedulerActor:
     async def view(self, after: int, frames: bool) -> dict[str, Any]:
         """What a live page draws, in plain values, with the steps that changed since `after`; `frames`: their rows."""
         trail = self._trail.since(after, frames=frames, most=MAX_VIEWED_FRAMES if frames else MAX_VIEWED_STEPS)
-        return view_of(self._core) | {"life": str(self._life), "now_ns": time.monotonic_ns(), "trail": trail}
+        draft_blocks = await asyncio.gather(*map(self._draft_blocks, self._core.workers))
+        view = view_of(self._core)
+        known = dict(draft_blocks)
+        for worker in view["workers"]:
+            worker["draft_blocks"] = known.get(worker["worker_id"])
+        return view | {"life": str(self._life), "now_ns": time.monotonic_ns(), "trail": trail}
+
+    async def _draft_blocks(self, worker_id: str) -> tuple[str, dict[str, int] | None]:
+        """Of one worker, as a page draws them; None too when it does not answer at once."""
+        try:
+            async with asyncio.timeout(DRAFT_BLOCKS_TIMEOUT_S):
+                blocks = await self._workers[worker_id].draft_blocks()
+        except (WorkerUnreachable, TimeoutError):
+            return worker_id, None
+        return worker_id, None if blocks is None else {"total": blocks[0], "used": blocks[0] - blocks[1]}
 
     def notices(self) -> tuple[str, ...]:
         """What an operator must know."""

@@ -24,10 +24,12 @@ from tests.fake_link import VOCAB_SIZE
 from tests.oracle import ToyModel
 from tests.served import TINY, tiny_model
 from tests.whole_stack import BLOCK_SIZE, MAX_MODEL_LEN, InProcessLink, InProcessWorker, OutOfOrderPort
+from worker.draft_model import DraftModelDrafter
 from worker.drafter import NgramDrafter
+from worker.mixture import MixedDrafter, PreferLookup
 from worker.runner import Runner
 
-NUM_BLOCKS = 160
+NUM_BLOCKS, NUM_DRAFT_BLOCKS = 160, 96
 
 
 class SlowRunner(Runner):
@@ -40,8 +42,8 @@ class SlowRunner(Runner):
         return super()._verify(frames, started_ns)
 
 
-class SlowDrafter(NgramDrafter):
-    """Likewise."""
+class SlowDrafter(MixedDrafter):
+    """Likewise: lookup, and a draft model that agrees with the target now and then, with a pool of its own."""
 
     draft_s = 0.0
 
@@ -124,8 +126,13 @@ async def live_stack(
 
 
 def _worker(worker_id: str, verify_s: float, draft_s: float) -> InProcessWorker:
-    drafter = SlowDrafter(max_drafts=4, prompt_lookup_min=1, prompt_lookup_max=4, max_model_len=MAX_MODEL_LEN)
-    model = ToyModel(vocab_size=VOCAB_SIZE, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, last_token_weight=150.0)
+    size = {"vocab_size": VOCAB_SIZE, "block_size": BLOCK_SIZE}
+    draft_model = ToyModel(num_blocks=NUM_DRAFT_BLOCKS, last_token_weight=60.0, **size)
+    draft_model.max_model_len = MAX_MODEL_LEN
+    own = DraftModelDrafter(draft_model, max_drafts=2, max_num_seqs=8, vocab_size=VOCAB_SIZE)
+    lookup = NgramDrafter(max_drafts=4, prompt_lookup_min=3, prompt_lookup_max=4, max_model_len=MAX_MODEL_LEN)
+    drafter = SlowDrafter(lookup, own, PreferLookup())
+    model = ToyModel(num_blocks=NUM_BLOCKS, last_token_weight=150.0, **size)
     runner = SlowRunner(worker_id=worker_id, model=model, drafter=drafter, max_num_seqs=8, sanitizer=None)
     runner.verify_s, drafter.draft_s = verify_s, draft_s
     return InProcessWorker(runner)

@@ -65,7 +65,18 @@ async def test_one_frame_for_a_terminal() -> None:
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert lines[0].startswith("tiny on [somewhere] ─")
-    for fact in ("running ", "tokens/s ", "accepted by depth", "worker-0: ", "worker-1: ", "chat-0-", "■", "█", "▓"):
+    for fact in (
+        "running ",
+        "tokens/s ",
+        "accepted by depth",
+        "worker-0: ",
+        "worker-1: ",
+        " of 96 draft group",
+        "chat-0-",
+        "■",
+        "█",
+        "▓",
+    ):
         assert fact in text, fact
 
 

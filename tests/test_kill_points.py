@@ -174,6 +174,9 @@ class MortalWorker:
     async def weights(self) -> str | None:
         return None
 
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        return None
+
     def close(self) -> None:
         self._thread.shutdown()
 

@@ -90,6 +90,9 @@ class ToyWorkerPort:
     async def weights(self) -> str | None:
         return self.swapped
 
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        return None
+
     def offer(self, plan: StepPlan) -> list[StepResult]:
         """What the worker's own process does with a plan."""
         self.swapped = plan.weights or self.swapped
@@ -157,6 +160,9 @@ class GrpcToyPort:
 
     async def weights(self) -> str | None:
         return await self._toy.weights()
+
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        return await self._toy.draft_blocks()
 
     async def close(self) -> None:
         if self.connection is not None:

@@ -26,6 +26,7 @@ from scheduler.step import StepPlan, StepResult
 from tests.fake_link import VOCAB_SIZE
 from tests.oracle import OracleDrafter
 from tests.served import TINY, tiny_model
+from worker.drafting import draft_blocks
 from worker.model import Model, ModelConfig, random_model
 from worker.runner import Runner
 from worker.sanitizer import KVSanitizer
@@ -91,6 +92,9 @@ class InProcessWorker:
 
     async def weights(self) -> str | None:
         return None
+
+    async def draft_blocks(self) -> tuple[int, int] | None:
+        return draft_blocks(self._runner.drafter)
 
     def close(self) -> None:
         self._thread.shutdown()

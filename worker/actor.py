@@ -17,11 +17,12 @@ from ray.util import get_node_ip_address
 
 from scheduler.step import StepPlan, StepResult
 from worker.checkpoints import Checkpoints
-from worker.drafting import DraftSpec
+from worker.drafting import DraftSpec, draft_blocks
 from worker.process import environment
 from worker.session import SessionQueue, StaleSession, StepError
 
 if TYPE_CHECKING:
+    from worker.drafter import Drafter
     from worker.runner import Runner
 
 HEALTH_GROUP = "health"
@@ -123,11 +124,13 @@ class WorkerActor:
         self._traits: WorkerTraits | None = None
         self._queue: SessionQueue | None = None
         self._checkpoints = Checkpoints()
+        self._drafter: Drafter | None = None
 
     def load(self) -> WorkerTraits:
         """Load the model unless that was done. `ValueError` says what is wrong with it."""
         if self._traits is None:
             runner, self._traits = build(self._spec, self._checkpoints)
+            self._drafter = runner.drafter
             self._queue = SessionQueue(runner)
         return self._traits
 
@@ -140,6 +143,11 @@ class WorkerActor:
     def weights(self) -> str | None:
         """What it was last swapped to."""
         return self._checkpoints.current
+
+    @ray.method(concurrency_group=HEALTH_GROUP)
+    def draft_blocks(self) -> tuple[int, int] | None:
+        """Blocks of the draft model's own pool, and how many of them are free; None without one."""
+        return draft_blocks(self._drafter)
 
     def register(self, session: int) -> Registered:
         """Begin a session with an empty pool; whatever was queued for an older one is forgotten."""

@@ -31,6 +31,17 @@ class DraftSpec:
     window: int = 128  # last tokens a draft model sees under retention "step"
 
 
+def draft_blocks(drafter: "Drafter | None") -> tuple[int, int] | None:
+    """Blocks of a draft model's own pool, and how many of them are free; None without one. From any thread."""
+    from worker.draft_model import DraftModelDrafter
+    from worker.mixture import MixedDrafter
+
+    for one in drafter.drafters if isinstance(drafter, MixedDrafter) else (drafter,):
+        if isinstance(one, DraftModelDrafter):
+            return one.model.kv_cache.num_blocks, one.num_free_blocks
+    return None
+
+
 def build_drafter(
     spec: DraftSpec, target: "Model", target_directory: Path, *, max_num_seqs: int, sanitize: bool
 ) -> "Drafter | None":

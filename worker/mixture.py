@@ -64,6 +64,11 @@ class MixedDrafter(Drafter):
         self._drafters = drafters
         self._lookup, self._model, self._policy = lookup, model, policy
 
+    @property
+    def drafters(self) -> Sequence[Drafter]:
+        """Those that are mixed."""
+        return self._drafters
+
     def begin_session(self) -> None:
         """Forget every row."""
         self._policy.begin_session()
