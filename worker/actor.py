@@ -203,14 +203,14 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
 
     from worker.drafting import build_drafter
     from worker.fingerprint import fingerprint, self_test
-    from worker.model import load_model
+    from worker.hf_model import load_any_model
     from worker.runner import Runner
     from worker.sanitizer import KVSanitizer, is_wanted
 
     torch.set_num_threads(spec.threads)
     num_blocks = spec.num_blocks if spec.num_blocks is not None else _blocks_that_fit(spec)
     directory = model_directory(spec)
-    model = load_model(
+    model = load_any_model(
         directory,
         dtype=getattr(torch, spec.dtype),
         device=spec.device,
