@@ -5,10 +5,12 @@ theirs is used, and no mask of theirs is made. Matrix products are replaced by w
 depend on their company. What cannot work so is refused by name. Knows nothing about requests or steps.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,9 @@ class HfModel(Model):
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.device = torch.device("cpu")
         self.max_model_len = max_model_len or self.config.max_position_embeddings
-        self.weights_hash = weights_hash({name: tensor.detach() for name, tensor in model.state_dict().items()})
+        tensors = weights_hash({name: tensor.detach() for name, tensor in model.state_dict().items()})
+        # Their code decides the numbers as well.
+        self.weights_hash = hashlib.sha256(f"transformers {version('transformers')} {tensors}".encode()).hexdigest()
         self.kv_cache = KVCache(
             num_layers=self.config.num_layers,
             num_blocks=num_blocks,
