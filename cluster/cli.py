@@ -64,6 +64,10 @@ def serve(
         int | None, typer.Option(help="0: off; default: 9464, or any free one if that is taken.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = DEFAULTS.dtype,
+    quantization: Annotated[str | None, typer.Option(help="int8: weights of 8 bits, on the CPU.")] = None,
+    http: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of an OpenAI-compatible HTTP server, by smg.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = DEFAULTS.device,
     attention: Annotated[str, typer.Option(help="auto, cpu or triton.")] = DEFAULTS.attention,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and output together.")] = None,
@@ -104,27 +108,40 @@ def serve(
     flags = dict(locals())
     speculative = SpeculativeConfig.from_json(flags.pop("speculative_config"))
     faults = Faults(**{name: flags.pop(f"fault_{name}") for name in Faults.__dataclass_fields__})
+    http = flags.pop("http")
     config = ServeConfig(speculative=speculative, faults=faults, **flags)
+    if http is not None and (tls_cert is not None or auth_token_file is not None):
+        raise ConfigError("--http speaks neither TLS nor tokens: run smg yourself in front of such a deployment")
     with StopSignals():
         try:
-            _serve(config)
+            _serve(config, http)
         except KeyboardInterrupt:
             return
 
 
-def _serve(config: ServeConfig) -> None:
+def _serve(config: ServeConfig, http: int | None) -> None:
     if config.address is not None:
         prepare_to_join()
     from cluster.bringup import Deployment
+    from cluster.gateway import Gateway, check_http
 
     adopt_orphans()
+    if http is not None:
+        check_http(config.host, http)
     display = Display()
     with display:
         directory = resolve_model(config.model, display)
         deployment = Deployment(config, directory, display.phase)
         display.warn(deployment.warnings)
     record: Path | None = None
+    gateway: Gateway | None = None
     try:
+        if http is not None:
+            own = Path(deployment.ray.directory)
+            gateway = Gateway(deployment.endpoints, directory=directory, host=config.host, port=http, own=own)
+            with display, display.phase("Starting the HTTP server"):
+                gateway.start()
+            _print(f"http http://{gateway.address}/v1")
         record = running.record(deployment.endpoints, deployment.sizes.model_name, deployment.ray)
         for endpoint in deployment.metrics_endpoints:
             _print(f"metrics http://{endpoint}/metrics")
@@ -133,9 +150,12 @@ def _serve(config: ServeConfig) -> None:
         for endpoint in deployment.endpoints:
             _print(f"ready {endpoint}")
         while (ended := deployment.wait(WAIT_S)) is None:
-            pass
+            if gateway is not None and (gone := gateway.check()) is not None:
+                raise BringUpError(gone)
         raise BringUpError(f"a front end ended: {ended}")
     finally:
+        if gateway is not None:
+            gateway.stop()
         deployment.stop()
         if record is not None:
             record.unlink(missing_ok=True)
@@ -373,6 +393,63 @@ def demo(
     config = ServeConfig(model=model, data_parallel_size=workers, port=0)
     with StopSignals():
         run_demo(config, max_tokens=max_tokens, as_json=as_json)
+
+
+@app.command()
+def bench(
+    dataset: Annotated[str, typer.Option(help="chat, copy, code-edit, or a file with one prompt a line.")] = "chat",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
+    request_rate: Annotated[
+        float, typer.Option(help="Per second, at random (Poisson); inf: all at once, as --max-concurrency allows.")
+    ] = float("inf"),
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests under way at once.")] = None,
+    input_len: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of exactly so many meaningless tokens instead.")
+    ] = None,
+    output_len: Annotated[int, typer.Option(min=1, help="Outputs of each request at most.")] = 128,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Outputs of exactly --output-len.")] = False,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of prompts, arrivals and sampling.")] = 0,
+    goal_ttft_ms: Annotated[float | None, typer.Option(help="A good request's first token comes so soon.")] = None,
+    goal_itl_ms: Annotated[float | None, typer.Option(help="And its others so close, on average.")] = None,
+    backend: Annotated[str, typer.Option(help="slipstream or openai.")] = "slipstream",
+    base_url: Annotated[str | None, typer.Option(help="Of --backend openai: http://HOST:PORT/v1.")] = None,
+    model: Annotated[str, typer.Option(help="The name to ask --backend openai for.")] = DEFAULTS.model,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots.")] = None,
+    as_json: AsJson = False,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT; default: what runs on this machine.")] = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenPath = None,
+) -> None:
+    """Measure a running server under load: times to tokens, tokens per second, goodput, acceptance."""
+    from cluster.bench import GrpcBackend, Load, OpenAIBackend
+    from cluster.bench_prompts import prompts_of, random_prompts
+    from cluster.bench_run import Run
+
+    if backend not in ("slipstream", "openai"):
+        raise ConfigError(f"--backend must be slipstream or openai, got {backend!r}")
+    if (backend == "openai") != (base_url is not None):
+        raise ConfigError("--base-url goes with --backend openai, and the other way round")
+    if backend == "openai" and input_len is not None:
+        raise ConfigError("--input-len sends token ids, which --backend openai does not take")
+    if not request_rate > 0:
+        raise ConfigError(f"--request-rate must be above 0, got {request_rate}")
+    run = Run(goal_ttft_ms=goal_ttft_ms, goal_itl_ms=goal_itl_ms, html=html, as_json=as_json)
+
+    def load(prompts: "list[Prompt]") -> Load:
+        return Load(
+            prompts=prompts, max_tokens=output_len, request_rate=request_rate, max_concurrency=max_concurrency,
+            temperature=temperature, ignore_eos=ignore_eos, seed=seed,
+        )  # fmt: skip
+
+    if base_url is not None:
+        run(OpenAIBackend(base_url, model), load(prompts_of(dataset, num_prompts, seed)))
+        return
+    with _client(address or _running().endpoints[0], ca, cert, key, token_file) as client:
+        exact = None if input_len is None else random_prompts(num_prompts, input_len, seed)
+        run(GrpcBackend(client), load(exact or prompts_of(dataset, num_prompts, seed)))
 
 
 @app.command()
