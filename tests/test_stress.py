@@ -39,7 +39,7 @@ def test_every_process_is_killed_and_every_stream_goes_on_token_for_token(direct
     arguments = ["--model", str(directory), "--seconds", str(SECONDS), "--kill", ",".join(KINDS), *FAULTS]
     command = [sys.executable, "-m", "cluster.cli", "stress", *arguments, "--transport", "grpc", "--json"]
     done = subprocess.run(
-        [*command, "--concurrency", "3", "--kill-every-s", "9"],
+        [*command, "--concurrency", "3", "--kill-every-s", "6"],
         capture_output=True,
         text=True,
         timeout=500,
@@ -49,7 +49,7 @@ def test_every_process_is_killed_and_every_stream_goes_on_token_for_token(direct
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # one line, and nothing else
     assert report["wrong"] == report["lost"] == report["repeated"] == report["leaked_blocks"] == 0
-    assert report["requests"] == report["identical"] > SECONDS / 2
+    assert report["requests"] == report["identical"] > 10
     assert min(report["kills"][kind] for kind in KINDS) >= 1
     assert report["stale_tokens_dropped"] > 0
     assert report["plans_resent"] > 0
