@@ -23,6 +23,7 @@ from cluster.ray_environment import prepare, prepare_to_join
 from cluster.stop_signals import StopSignals
 
 if TYPE_CHECKING:
+    from cluster.bench_prompts import Prompt
     from cluster.client import Client
 
 WAIT_S = 0.5
@@ -64,7 +65,6 @@ def serve(
         int | None, typer.Option(help="0: off; default: 9464, or any free one if that is taken.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = DEFAULTS.dtype,
-    quantization: Annotated[str | None, typer.Option(help="int8: weights of 8 bits, on the CPU.")] = None,
     http: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of an OpenAI-compatible HTTP server, by smg.")
     ] = None,
