@@ -182,7 +182,7 @@ class HeadTrainer:
             raise ValueError(f"{numbers}: too few")
         self._path = directory / "training.pt"
         self._embedding = shared["embed_tokens.weight"].float()
-        self.token_ids = _frequent(lessons, config.vocab_size, training.draft_vocab_size)
+        self.token_ids = _frequent(self._lessons, config.vocab_size, training.draft_vocab_size)
         self._draft_of = torch.full((config.vocab_size,), -1)
         self._draft_of[self.token_ids] = torch.arange(len(self.token_ids))
         self._rows = shared["lm_head.weight"][self.token_ids].float()
