@@ -62,6 +62,7 @@ class Killer:
         if victim is None:
             return None
         pid, name, hit = victim
+        sessions = await self._sessions()
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -75,7 +76,8 @@ class Killer:
         for stream in hit:
             stream.log.append(f"[{killed_s:.3f}s] {name}, process {pid}, was killed; {len(stream.token_ids)} tokens")
         self._turn += 1
-        await self._wait_until_back()
+        ended = {session for worker, session in sessions.items() if kind == "scheduler" or worker == name}
+        await self._wait_until_back(ended)
         self.longest_return_s[kind] = max(self.longest_return_s[kind], round(time.monotonic() - killed_s, 2))
         return name
 
@@ -127,18 +129,23 @@ class Killer:
                 return pid, name, hit
         return None
 
-    async def _wait_until_back(self) -> None:
-        """Every front end answers, and every worker is there."""
+    async def _wait_until_back(self, ended: set[str]) -> None:
+        """Every front end answers, and every worker is there in a session that has not ended."""
         deadline_s = time.monotonic() + BACK_TIMEOUT_S
         await asyncio.sleep(POLL_S)
         while time.monotonic() < deadline_s:
-            try:
-                answers: list[dict[str, Any]] = [await client.astats() for client in self._clients]
-            except grpc.aio.AioRpcError:
-                answers = []
-            if answers and all(len(answer["scheduler"]["workers"]) == self._num_workers for answer in answers):
+            sessions = await self._sessions()
+            if len(sessions) == self._num_workers and not ended.intersection(sessions.values()):
                 return
             await asyncio.sleep(POLL_S)
+
+    async def _sessions(self) -> dict[str, str]:
+        """By worker; empty unless every front end answers."""
+        try:
+            answers: list[dict[str, Any]] = [await client.astats() for client in self._clients]
+        except grpc.aio.AioRpcError:
+            return {}
+        return {worker["worker_id"]: str(worker["session"]) for worker in answers[-1]["scheduler"]["workers"]}
 
 
 def seat_in(story: str) -> str | None:

@@ -22,7 +22,7 @@ from scheduler.request import FinishReason
 from tests.tiny_model import save_tiny_model
 
 SECONDS = 60
-KINDS = ("worker", "scheduler", "frontend")
+KINDS = ("scheduler", "frontend", "worker")  # the slowest to come back is the last
 FAULTS = ("--delay", "--repeat", "--reorder", "--drop", "--preempt", "--reset")
 
 
