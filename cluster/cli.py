@@ -308,9 +308,38 @@ def replay(file: Annotated[Path, typer.Argument(help="A recording.")]) -> None:
     _print(f"{num_events} events, identical commands")
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def up(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="For `ray up`, as in deploy/. Flags of `serve` may follow.")],
+) -> None:
+    """Bring a cluster up, start the server on its head, and print its endpoint."""
+    from cluster.ray_up import RayUp
+
+    cluster = RayUp.read(file)
+    display = Display()
+    with StopSignals(), display:
+        endpoint = cluster.up(context.args, display.phase)
+    tunnel = cluster.tunnel(endpoint)
+    if tunnel is not None:
+        _print(f"reach it by: {tunnel}")
+    _print(f"ready {endpoint}")
+
+
 @app.command()
-def down(port: Port = None) -> None:
-    """Stop the running server and every process it started."""
+def down(
+    file: Annotated[Path | None, typer.Argument(help="What was given to `up`; without it: on this machine.")] = None,
+    port: Port = None,
+) -> None:
+    """Stop the running server and every process it started, or a whole cluster."""
+    if file is not None:
+        from cluster.ray_up import RayUp
+
+        display = Display()
+        with StopSignals(), display:
+            RayUp.read(file).down(display.phase)
+        _print(f"took down {file}")
+        return
     found = running.find(port)
     if found is None:
         raise ConfigError(_nothing_runs(port))
