@@ -65,6 +65,7 @@ def serve(
         int | None, typer.Option(help="0: off; default: 9464, or any free one if that is taken.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = DEFAULTS.dtype,
+    quantization: Annotated[str | None, typer.Option(help="int8: weights of 8 bits, on the CPU.")] = None,
     http: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of an OpenAI-compatible HTTP server, by smg.")
     ] = None,

@@ -12,6 +12,7 @@ from cluster.faults import Faults
 from cluster.loopback import is_loopback
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = (None, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "cpu", "triton")
 POLICIES = ("fcfs", "priority")
@@ -113,6 +114,7 @@ class ServeConfig:
     model: str = "smollm2"
     served_model_name: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None  # of the weights
     max_model_len: int | None = None  # tokens
     max_num_seqs: int = 64  # rows of one worker
     max_num_batched_tokens: int | None = None  # token budget of one step
@@ -187,6 +189,7 @@ class ServeConfig:
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
     "device": DEVICES,
     "attention": ATTENTIONS,
     "scheduling_policy": POLICIES,
@@ -220,7 +223,8 @@ def _dashed(name: str) -> str:
 
 def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{_dashed(name)} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+        names = ", ".join(str(choice) for choice in allowed if choice is not None)
+        raise ConfigError(f"{_dashed(name)} must be one of {names}, got {value!r}")
 
 
 def _check_range(name: str, value: float, low: float, high: float | None) -> None:

@@ -90,6 +90,8 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
     attention = config.attention if config.attention != "auto" else {"cpu": "cpu", "cuda": "triton"}[device]
     if (device, attention) == ("cuda", "cpu"):
         raise ConfigError("--attention cpu needs --device cpu")
+    if (device, config.quantization) == ("cuda", "int8"):
+        raise ConfigError("--quantization int8 needs --device cpu")
     drafts = _draft_spec(config, dtype, max_model_len)
     workers = tuple(
         WorkerSpec(
@@ -97,6 +99,7 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
             directory=str(directory),
             fetched=_fetched(config),
             dtype=dtype,
+            quantization=config.quantization,
             device=device,
             attention=attention,
             num_blocks=num_blocks,

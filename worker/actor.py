@@ -37,6 +37,7 @@ class WorkerSpec:
     worker_id: str
     directory: str  # of the model, in Hugging Face layout
     fetched: str | None = None  # its name, by which a worker on another machine gets it; None: the directory is there
+    quantization: str | None = None  # "int8": weights only
     dtype: str  # "bfloat16", "float16" or "float32"
     device: str  # "cpu" or "cuda"
     attention: str  # "cpu" or "triton"
@@ -218,6 +219,7 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
         num_blocks=num_blocks,
         block_size=spec.block_size,
         max_model_len=spec.max_model_len,
+        quantization=spec.quantization,
     )
     checkpoints = checkpoints or Checkpoints()
     checkpoints.begin(model)

@@ -131,7 +131,8 @@ class DraftModelDrafter(Drafter):
             seat = self._seats[row.epoch] = Seat(row, _shadow(row, self._table))
         seat.limit, seat.last_used = limit, self._step
         shadow, seen = seat.shadow, row.token_ids[-self._window :] if self._window else row.token_ids
-        known, computed = shadow.num_tokens, shadow.num_computed_tokens
+        # Drafts past what was accepted are not looked at: they may be there, and the row shorter.
+        known, computed = shadow.num_tokens, min(shadow.num_computed_tokens, len(seen))
         mine = self._table.token_ids[row.row]
         wrong = np.flatnonzero(mine[known:computed] != seen[known:computed])
         if len(wrong):

@@ -4,8 +4,9 @@ import os
 import sys
 
 # A decode reads every weight once. With small pages its page walks cost as much as the reads: large ones
-# halve a step on a virtual machine. glibc >= 2.35 asks the kernel for them; elsewhere nothing changes.
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# halve a step on a virtual machine. glibc >= 2.35 asks the kernel for them, but not for the arenas of other
+# threads than the first, and an actor loads its model on another: one arena for all. Elsewhere nothing changes.
+LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"}
 
 
 def environment(threads: int) -> dict[str, str]:

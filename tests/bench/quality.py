@@ -51,7 +51,8 @@ def main() -> None:
         return
     table = Table("weights", "perplexity", "top-1 as float32", "top-1 as bfloat16")
     for row in results:
-        table.add_row(str(row["weights"]), *(f"{row[name]:.4f}" for name in ("perplexity", "as_float32", "as_bfloat16")))
+        figures = (f"{row[name]:.4f}" for name in ("perplexity", "as_float32", "as_bfloat16"))
+        table.add_row(str(row["weights"]), *figures)
     Console().print(table)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from cluster.bringup import Deployment
 from cluster.client import Client
-from cluster.config import ServeConfig
+from cluster.config import TRANSPORTS, ServeConfig, SpeculativeConfig
 from cluster.demo import QUESTIONS
 from cluster.engine import Engine
 from cluster.model_source import resolve_model
@@ -145,12 +145,16 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0])
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     threads = arguments.threads or num_cpus()
     restart_with(environment(threads))  # the engine runs here, and as the worker does
-    config = ServeConfig(model=arguments.model, port=0, threads=threads)
+    config = ServeConfig(
+        model=arguments.model, port=0, threads=threads, transport=arguments.transport, metrics_port=0,
+        speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=4),  # auto would choose by the clock
+    )  # fmt: skip
     with Display() as display:
         directory: Path = resolve_model(config.model, display)
         deployment = Deployment(config, directory, display.phase)
