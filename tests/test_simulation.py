@@ -20,6 +20,7 @@ REGRESSIONS = {
     "a deadline of an earlier life of an id ended a later one": (10, 23, 36),
     "admissions to a worker too small for the one who waits were counted as overtaking it": (9035,),
     "a lower attempt than that of an earlier life of the id, which lived on, was ignored for ever": (20004,),
+    "a row's failure was believed before the results ahead of it were applied": (9745,),
 }
 
 

@@ -109,21 +109,21 @@ class Ledger:
         self._before_application(session, result)
         if result.step_seq in session.received:
             self.coverage["result repeated", "any"] += 1
-        for failure in result.failures:
-            attempt = self.attempt_of[failure.epoch]  # perhaps preempted since: its frames deliver
-            if failure.epoch not in self.explained and attempt.closed is None:
-                attempt.row_failed = True
-                self._meet(session, failure.epoch, "row failed")
-                self.explained[failure.epoch] = "row failed"
 
     def _before_application(self, session: Session, result: StepResult) -> None:
-        """Count the drafts of the results that are applied now, in step_seq order."""
+        """Count the drafts and the failed rows of the results that are applied now, in step_seq order."""
         session.results.setdefault(result.step_seq, result)
         step_seq = min(session.in_flight)
         self.num_applied = 0
         while step_seq in session.results:
             self.num_applied += 1
             applied = session.results.pop(step_seq)
+            for failure in applied.failures:
+                attempt = self.attempt_of[failure.epoch]  # perhaps preempted since: its frames deliver
+                if failure.epoch not in self.explained and attempt.closed is None:
+                    attempt.row_failed = True
+                    self._meet(session, failure.epoch, "row failed")
+                    self.explained[failure.epoch] = "row failed"
             failed = {failure.epoch for failure in applied.failures}
             columns = (applied.epochs.tolist(), applied.num_tokens.tolist(), applied.num_verified.tolist())
             for epoch, num_tokens, num_verified in zip(*columns, strict=True):
