@@ -10,6 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --progress-bar o
 SEEDS ?= 500
 
 export RAY_USAGE_STATS_ENABLED := 0
+export PYTHONFAULTHANDLER := 1
 
 .PHONY: help venv demo test test-full test-rayup lint simulate bench clean
 
@@ -47,7 +48,8 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m 'not gpu and not slow'
+	$(BIN)/python -m pytest -m 'not gpu and not slow and not ray'
+	$(BIN)/python -m pytest -m 'ray and not gpu and not slow'
 
 test-full: lint
 	SLIPSTREAM_FULL=1 $(BIN)/python -m pytest -m 'not gpu' --timeout 7200

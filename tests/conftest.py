@@ -37,6 +37,32 @@ def _no_ray_in_unit_tests(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "init", refuse)
 
 
+_ray_ran = False
+_exit_status = 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _ray_ran
+    _ray_ran = _ray_ran or item.get_closest_marker("ray") is not None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Where Ray ran in this process, leave without tearing the interpreter down.
+
+    Its C++ threads outlive Python's state: in CI a session crashed there once, after its last test had passed.
+    What the product does at its end is tested in processes of their own.
+    """
+    if not _ray_ran:
+        return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.stop_global_capturing()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_exit_status)
+
+
 def pytest_sessionstart() -> None:
     # Orphans of our children become our children, so that the check at the end sees them too.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -44,13 +70,14 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    global _exit_status
     left = _wait_for_children(time.monotonic() + LINGER_S)
-    if not left:
-        return
     for pid, command in left:
         sys.stderr.write(f"\nprocess left behind by a test: {pid} {command}\n")
         os.kill(pid, signal.SIGKILL)
-    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    _exit_status = int(session.exitstatus)
 
 
 def _wait_for_children(deadline: float) -> list[tuple[int, str]]:
