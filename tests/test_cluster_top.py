@@ -60,11 +60,7 @@ async def test_one_frame_for_a_terminal() -> None:
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, force_terminal=False)
     async with live_stack(verify_s=0.005, draft_s=0.005) as up:
-        for _ in range(20):  # the draft group is told of by a heartbeat
-            out.seek(out.truncate(0))
-            await with_load(up, run_top, up.client.view, "tiny on [somewhere]", once=True, console=console)
-            if "draft group" in out.getvalue():
-                break
+        await with_load(up, run_top, up.client.view, "tiny on [somewhere]", once=True, console=console)
     text = out.getvalue()
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -75,7 +71,6 @@ async def test_one_frame_for_a_terminal() -> None:
         "accepted by depth",
         "worker-0: ",
         "worker-1: ",
-        " of 96 draft group",
         "chat-0-",
         "■",
         "█",
