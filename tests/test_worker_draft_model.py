@@ -94,10 +94,11 @@ def watched_engine(
     retention: str = "request",
     window: int = 24,
     max_model_len: int | None = None,
+    max_drafts: int = 3,
 ) -> tuple[Engine, Watched]:
     drafter = DraftModelDrafter(
         with_pool(draft(), DRAFT_BLOCK, num_draft_blocks),
-        max_drafts=3,
+        max_drafts=max_drafts,
         max_num_seqs=8,
         vocab_size=TARGET.vocab_size,
         retention=retention,
@@ -113,7 +114,7 @@ def watched_engine(
         max_num_seqs=8,
         sanitizer=KVSanitizer(num_blocks, BLOCK),
     )
-    config = SchedulerConfig(block_size=BLOCK, max_model_len=256, max_num_batched_tokens=budget, max_drafts=3)
+    config = SchedulerConfig(block_size=BLOCK, max_model_len=256, max_num_batched_tokens=budget, max_drafts=max_drafts)
     return Engine([runner], config), watched
 
 
@@ -141,6 +142,14 @@ def run_many(engine: Engine, *, num_tokens: int = 24, disturb: bool = False) -> 
         assert output.finish_reason is FinishReason.LENGTH, output.finish
         prompt = output.prompt_token_ids.tolist()
         assert output.token_ids == undisturbed(alone, prompt, sampling_of(index), num_tokens).token_ids
+
+
+def test_drafts_that_reach_far_past_the_accepted_ones_are_forgotten() -> None:
+    # The drafts that nobody accepted reach past the confirmed tokens by two and more.
+    engine, watched = watched_engine(max_drafts=5)
+    run_many(engine)
+    assert watched.num_compared > 300
+    assert engine.scheduler.stats().num_accepted_tokens_per_pos[0] > 0
 
 
 @pytest.mark.parametrize("retention", ["request", "step"])
