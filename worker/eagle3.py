@@ -9,20 +9,22 @@ layer of the head's: no block is ever allocated for it. Knows nothing about plan
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from worker.attention import AttentionBackend, CpuAttention, KVCache
+from worker.attention import CpuAttention, KVCache
 from worker.batch import Batch
 from worker.drafter import Drafter, VerifiedStep, draft_tokens
 from worker.eagle3_checkpoint import HeadConfig, read_head
 from worker.frames import Frame, gather_batch
 from worker.linear import Linear, padded_rows
-from worker.model import Model, RMSNorm
-from worker.rope import Rope, rotate
+from worker.model import Model, attention_backend, fused
+from worker.operators import RMSNorm, rotate, silu_mul
+from worker.rope import Rope
 from worker.rows import RowState
 from worker.weights import read_weights
 
@@ -44,7 +46,8 @@ class Eagle3Head:
             dtype=dtype,
             device=str(device),
         )
-        self.attention = _attention(self.kv_cache, config.num_heads, target)
+        backend = "cpu" if isinstance(target.attention, CpuAttention) else "triton"
+        self.attention = attention_backend(backend, self.kv_cache, num_heads=config.num_heads)
         self.rope = Rope(
             config.rope,
             head_dim=config.head_dim,
@@ -57,11 +60,6 @@ class Eagle3Head:
             weight = weights.get(f"{name}.weight")
             return None if weight is None else RMSNorm(weight, eps=eps, dtype=dtype)
 
-        def product(*names: str) -> Linear:
-            biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
-            joined = torch.cat([weights[f"{name}.weight"] for name in names])
-            return Linear(joined, torch.cat(biases) if biases else None)
-
         def needed(name: str) -> RMSNorm:
             found = norm(name)
             assert found is not None, name
@@ -70,6 +68,7 @@ class Eagle3Head:
         self._embedding = weights["embed_tokens.weight"]
         self._states_norm = norm("input_norm")
         self._state_norms = [needed(f"fc_norm.{i}") for i in range(config.num_states)] if config.fc_norm else []
+        product = partial(fused, Linear, weights)
         self._fc = product("fc")
         self._embedding_norm, self._hidden_norm = needed("layers.0.input_layernorm"), needed("layers.0.hidden_norm")
         self._qkv = product(*(f"layers.0.self_attn.{name}_proj" for name in "qkv"))
@@ -101,8 +100,7 @@ class Eagle3Head:
         residual = (normed if self.config.norm_before_residual else features).float()
         qkv = self._qkv(torch.cat((self._embedding_norm(embedded), normed), -1))
         residual = residual + self._output(self._attend(qkv, cos, sin, batch))
-        gate, up = self._gate_up(self._mlp_norm(residual)).chunk(2, -1)
-        residual = residual + self._down(F.silu(gate) * up)
+        residual = residual + self._down(silu_mul(self._gate_up(self._mlp_norm(residual))))
         return residual[:num_tokens].to(self.dtype)
 
     def _attend(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -111,7 +109,7 @@ class Eagle3Head:
         heads = qkv.nan_to_num_().view(rows, -1, config.head_dim)
         query, key, value = heads.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
         if self._query_norm is not None and self._key_norm is not None:
-            query, key = self._query_norm(query), self._key_norm(key)
+            query, key = self._query_norm.on_heads(query), self._key_norm.on_heads(key)
         query, key = rotate(query, cos, sin)[:num_tokens], rotate(key, cos, sin)[:num_tokens]
         out = self.attention(query, key, value[:num_tokens], 0, batch).reshape(num_tokens, -1)
         return F.pad(out, (0, 0, 0, rows - num_tokens))
@@ -266,12 +264,3 @@ def load_head(directory: Path, target: Model, target_directory: Path) -> Eagle3H
     shared = {"embed_tokens.weight": target.embedding, "lm_head.weight": rows}
     config, weights = read_head(directory, target.config, shared)
     return Eagle3Head(config, weights, target)
-
-
-def _attention(kv_cache: KVCache, num_heads: int, target: Model) -> AttentionBackend:
-    """As the target's, over the head's layer."""
-    if isinstance(target.attention, CpuAttention):
-        return CpuAttention(kv_cache, num_heads=num_heads)
-    from worker.kernels.backend import TritonAttention
-
-    return TritonAttention(kv_cache, num_heads=num_heads, windows=(), row_invariant=kv_cache.key.device.type == "cpu")

@@ -19,7 +19,7 @@ from worker.quantized import Int8Linear
 from worker.rope import Rope
 from worker.weights import random_weights, read_weights, weights_hash
 
-__all__ = ["Model", "ModelConfig", "RMSNorm", "load_model", "random_model"]
+__all__ = ["Model", "ModelConfig", "load_model", "random_model"]
 
 ATTENTIONS = ("cpu", "triton")
 QUANTIZATIONS: dict[str | None, type[Linear]] = {None: Linear, "int8": Int8Linear}
@@ -44,11 +44,11 @@ class Layer:
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self._intermediate_size = config.head_dim, config.intermediate_size
         self._input_norm = RMSNorm(layer["input_layernorm.weight"], eps=config.rms_norm_eps, dtype=dtype)
-        self._qkv = _fused(linear, layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._output = _fused(linear, layer, "self_attn.o_proj")
+        self._qkv = fused(linear, layer, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self._output = fused(linear, layer, "self_attn.o_proj")
         self._mlp_norm = RMSNorm(layer["post_attention_layernorm.weight"], eps=config.rms_norm_eps, dtype=dtype)
-        self._gate_up = _fused(linear, layer, "mlp.gate_proj", "mlp.up_proj")
-        self._down = _fused(linear, layer, "mlp.down_proj")
+        self._gate_up = fused(linear, layer, "mlp.gate_proj", "mlp.up_proj")
+        self._down = fused(linear, layer, "mlp.down_proj")
         self._head_norms: tuple[RMSNorm, RMSNorm] | None = None
         if config.qk_norm:
             query_norm, key_norm = (
@@ -131,7 +131,9 @@ class Model:
             dtype=dtype,
             device=device,
         )
-        self.attention = _attention_backend(attention, self.kv_cache, config)
+        self.attention = attention_backend(
+            attention, self.kv_cache, num_heads=config.num_heads, windows=config.windows
+        )
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.rope = Rope(
             config.rope,
@@ -246,7 +248,7 @@ def random_model(
     )
 
 
-def _fused(linear: type[Linear], weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
+def fused(linear: type[Linear], weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
     """One product for several projections of the same input."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
     return linear(torch.cat([weights[f"{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
@@ -270,15 +272,15 @@ def _linear(quantization: str | None) -> type[Linear]:
     return QUANTIZATIONS[quantization]
 
 
-def _attention_backend(name: str, kv_cache: KVCache, config: ModelConfig) -> AttentionBackend:
+def attention_backend(
+    name: str, kv_cache: KVCache, *, num_heads: int, windows: Sequence[int | None] = ()
+) -> AttentionBackend:
+    """The backend "cpu" or "triton" over a pool; windows: [num_layers] sliding window of each layer, empty: none."""
     if name == "cpu":
-        return CpuAttention(kv_cache, num_heads=config.num_heads, windows=config.windows)
+        return CpuAttention(kv_cache, num_heads=num_heads, windows=windows)
     # Loaded only when asked for: it needs triton.
     from worker.kernels.backend import TritonAttention
 
     return TritonAttention(
-        kv_cache,
-        num_heads=config.num_heads,
-        windows=config.windows,
-        row_invariant=kv_cache.key.device.type == "cpu",
+        kv_cache, num_heads=num_heads, windows=windows, row_invariant=kv_cache.key.device.type == "cpu"
     )
