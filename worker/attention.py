@@ -7,6 +7,7 @@ Knows nothing about requests.
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -100,7 +101,7 @@ class CpuAttention:
             (key.data_ptr(), value.data_ptr()) for key, value in zip(kv_cache.key, kv_cache.value, strict=True)
         ]
         self._item_heads = min(max(ITEM_WIDTH // head_dim, 1), num_kv_heads)
-        self._plan = _Plan()
+        self._plan: _Plan  # of the step at hand
         self._scratch: list[NDArray[np.float32]] = []
 
     def prepare(self, batch: Batch) -> None:
@@ -150,12 +151,7 @@ class CpuAttention:
 class _Plan:
     """The work items of one step, as `worker.cpu_kernels.attend` reads them, and who does which."""
 
-    def __init__(self, batch: Batch | None = None, group: int = 1, num_kv_heads: int = 1, item_heads: int = 1) -> None:
-        self.items: NDArray[np.int64] = np.zeros((0, 6), np.int64)
-        self.parts: list[tuple[int, int]] = [(0, 0)]  # items of each thread: first, last + 1
-        self.most_heads, self.most_rows, self.most_keys = item_heads, 0, LANES
-        if batch is None or not len(batch.seq_lens):
-            return
+    def __init__(self, batch: Batch, group: int, num_kv_heads: int, item_heads: int) -> None:
         self.slots, self.block_table = batch.slot_mapping.contiguous(), batch.block_table.contiguous()
         bounds, seq_lens = batch.cu_seqlens_q.numpy().astype(np.int64), batch.seq_lens.numpy().astype(np.int64)
         counts = np.diff(bounds)
@@ -169,26 +165,23 @@ class _Plan:
         position = seq_lens[request] - counts[request] + tile * length
         first_head = np.arange(0, num_kv_heads, item_heads)
         num_heads = np.minimum(num_kv_heads - first_head, item_heads)
-        self.items = np.empty((len(first_head), len(request), 6), np.int64)
+        self.items: NDArray[np.int64] = np.empty((len(first_head), len(request), 6), np.int64)
         self.items[..., 0] = bounds[request] + tile * length
         self.items[..., 1], self.items[..., 2], self.items[..., 3] = num_tokens, request, position
         self.items[..., 4], self.items[..., 5] = first_head[:, None], num_heads[:, None]
-        self.most_rows = int(num_tokens.max()) * group
-        self._share((num_tokens * (position + num_tokens) * num_heads[:, None]).ravel() * group)
-
-    def _share(self, work: NDArray[np.int64]) -> None:
-        """Give each thread consecutive items of about the same work."""
-        total = np.cumsum(work)
-        num_parts = max(min(torch.get_num_threads(), int(total[-1]) // THREAD_WORK), 1)
-        ends = np.searchsorted(total, total[-1] * np.arange(1, num_parts) // num_parts).tolist()
-        self.parts = list(zip([0, *ends], [*ends, len(work)], strict=True))
+        self.most_heads, self.most_rows = item_heads, int(num_tokens.max()) * group
+        self.parts = _shared((num_tokens * (position + num_tokens) * num_heads[:, None]).ravel() * group)
 
 
-_pool: list[ThreadPoolExecutor] = []
+def _shared(work: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """For each thread consecutive items, first and last + 1, of about the same work."""
+    total = np.cumsum(work)
+    num_parts = max(min(torch.get_num_threads(), int(total[-1]) // THREAD_WORK), 1)
+    ends = np.searchsorted(total, total[-1] * np.arange(1, num_parts) // num_parts).tolist()
+    return list(zip([0, *ends], [*ends, len(work)], strict=True))
 
 
+@cache
 def _helpers() -> ThreadPoolExecutor:
     """Threads beside the caller's, made when first needed; they wait without spinning."""
-    if not _pool:
-        _pool.append(ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), thread_name_prefix="attention"))
-    return _pool[0]
+    return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), thread_name_prefix="attention")

@@ -50,8 +50,6 @@ class DraftModelDrafter(Drafter):
 
         max_model_len: no drafts at or past this position; at most the model's own. sanitizer: of its pool.
         """
-        if max_drafts < 1:
-            raise ValueError(f"num_speculative_tokens is {max_drafts}, must be at least 1")
         if retention not in RETENTIONS:
             raise ValueError(f"draft_kv_retention {retention!r} is unknown; known: {', '.join(RETENTIONS)}")
         if model.config.vocab_size < vocab_size:
@@ -60,11 +58,10 @@ class DraftModelDrafter(Drafter):
             )
         if retention == "step" and window + max_drafts > model.max_model_len:
             raise ValueError(f"a window of {window} tokens is beyond the draft model's {model.max_model_len}")
-        self.max_drafts = max_drafts
+        self._limit_drafts(max_drafts, max_model_len)
         self.model = model
         self._vocab_size = vocab_size
         self._window = window if retention == "step" else None
-        self._max_model_len = max_model_len
         if self._window is None:
             self._max_model_len = min(max_model_len or model.max_model_len, model.max_model_len)
         self._sanitizer = sanitizer
@@ -102,7 +99,7 @@ class DraftModelDrafter(Drafter):
         drafts: dict[int, list[int]] = {row.epoch: [] for row in rows}
         seats: list[Seat] = []
         for row, wanted in zip(rows, num_propose, strict=True):
-            limit = self._limit(row, wanted)
+            limit = self._most_drafts(row.num_tokens, wanted)
             if limit > 0:
                 seats.append(self._seated(row, limit))
             elif self._max_model_len is not None and row.num_tokens >= self._max_model_len:
@@ -116,10 +113,6 @@ class DraftModelDrafter(Drafter):
             for seat in seats:
                 self.forget(seat.row.epoch)
         return [drafts[row.epoch] for row in rows]
-
-    def _limit(self, row: RowState, wanted: int) -> int:
-        limit = min(wanted, self.max_drafts)
-        return limit if self._max_model_len is None else min(limit, self._max_model_len - row.num_tokens)
 
     # ---- its rows ----
 

@@ -32,6 +32,18 @@ class Drafter(ABC):
     max_drafts: int  # the most it can propose for one row
     state_layers: tuple[int, ...] = ()  # layers of the target; what enters them is shown to `observe`
     drop_last_hit_block: bool = False  # its KV at the end of a block depends on the token after it
+    _max_model_len: int | None = None  # no drafts at or past this position
+
+    def _limit_drafts(self, max_drafts: int, max_model_len: int | None) -> None:
+        """ValueError when it could draft nothing."""
+        if max_drafts < 1:
+            raise ValueError(f"num_speculative_tokens is {max_drafts}, must be at least 1")
+        self.max_drafts, self._max_model_len = max_drafts, max_model_len
+
+    def _most_drafts(self, num_tokens: int, wanted: int) -> int:
+        """Of the wanted ones after so many confirmed tokens; 0 or less: none."""
+        limit = min(wanted, self.max_drafts)
+        return limit if self._max_model_len is None else min(limit, self._max_model_len - num_tokens)
 
     def begin_session(self) -> None:  # noqa: B027  (most keep nothing)
         """Forget every row."""
@@ -80,25 +92,20 @@ class NgramDrafter(Drafter):
         max_model_len: int | None = None,
     ) -> None:
         """max_model_len: no drafts at or past this position. Raises ValueError naming the wrong limit."""
-        if max_drafts < 1:
-            raise ValueError(f"num_speculative_tokens is {max_drafts}, must be at least 1")
+        self._limit_drafts(max_drafts, max_model_len)
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {prompt_lookup_min} must be in [1, prompt_lookup_max {prompt_lookup_max}]"
             )
-        self.max_drafts = max_drafts
         self._min = prompt_lookup_min
         self._max = prompt_lookup_max
-        self._max_model_len = max_model_len
 
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         """Per row at most `num_propose` tokens."""
         return [self._propose(row.token_ids, wanted) for row, wanted in zip(rows, num_propose, strict=True)]
 
     def _propose(self, token_ids: Int32Array, wanted: int) -> list[int]:
-        wanted = min(wanted, self.max_drafts)
-        if self._max_model_len is not None:
-            wanted = min(wanted, self._max_model_len - len(token_ids))
+        wanted = self._most_drafts(len(token_ids), wanted)
         if wanted <= 0:
             return []
         start = latest_match(token_ids, self._min, self._max)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from worker.drafter import Drafter
     from worker.model import Model
 
-METHODS = ("ngram", "eagle3", "draft_model")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSpec:

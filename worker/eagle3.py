@@ -144,13 +144,10 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, head: Eagle3Head, *, max_drafts: int, max_model_len: int | None = None) -> None:
         """max_model_len: no drafts at or past this position."""
-        if max_drafts < 1:
-            raise ValueError(f"num_speculative_tokens is {max_drafts}, must be at least 1")
-        self.max_drafts = max_drafts
+        self._limit_drafts(max_drafts, max_model_len)
         self.state_layers = head.config.state_layers
         self._head = head
         self._block_size = head.kv_cache.block_size
-        self._max_model_len = max_model_len
         self._waiting: dict[int, Waiting] = {}  # by epoch
         self._due: dict[int, None] = {}  # epochs whose pairs must not wait any longer
 
@@ -216,8 +213,7 @@ class Eagle3Drafter(Drafter):
 
     def _limit(self, row: RowState, wanted: int) -> int:
         """Drafts for a row: the last one but one is fed to the head and needs a slot."""
-        limit = min(wanted, self.max_drafts, row.num_blocks * self._block_size - row.num_tokens + 2)
-        return limit if self._max_model_len is None else min(limit, self._max_model_len - row.num_tokens)
+        return min(self._most_drafts(row.num_tokens, wanted), row.num_blocks * self._block_size - row.num_tokens + 2)
 
     def _write(self, writing: Sequence[Waiting]) -> torch.Tensor:
         """Write the pairs that waited; [len(writing), hidden_size] of the last pair of each row."""

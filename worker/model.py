@@ -131,9 +131,7 @@ class Model:
             dtype=dtype,
             device=device,
         )
-        self.attention = attention_backend(
-            attention, self.kv_cache, num_heads=config.num_heads, windows=config.windows
-        )
+        self.attention = attention_backend(attention, self.kv_cache, num_heads=config.num_heads, windows=config.windows)
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.rope = Rope(
             config.rope,
