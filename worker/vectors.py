@@ -7,6 +7,7 @@ LLVM splits a vector where the machine's are narrower. Addresses are integers, s
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -60,6 +61,30 @@ def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
     return builder.inttoptr(address, pointee.as_pointer())
 
 
+def _constant(kind: Any, value: float) -> Any:
+    """A number, in every lane of a vector."""
+    return ir.Constant(kind, [value] * LANES if isinstance(kind, ir.VectorType) else value)
+
+
+def _read(builder: Any, kind: Any, address: Any, floats: Any, words: Any, halves: Any) -> Any:
+    """One element or 16 of them, by the types of a float, of its bits, and of a bfloat16's bits."""
+    if not is_bfloat16(kind):
+        return builder.load(_pointer(builder, address, floats), align=FLOAT_BYTES)
+    wide = builder.zext(builder.load(_pointer(builder, address, halves), align=2), words)
+    return builder.bitcast(builder.shl(wide, _constant(words, 16)), floats)
+
+
+def _write(builder: Any, kind: Any, address: Any, value: Any, floats: Any, words: Any, halves: Any) -> None:
+    """The same back: a bfloat16 is the nearest, the even one of two."""
+    if not is_bfloat16(kind):
+        builder.store(value, _pointer(builder, address, floats), align=FLOAT_BYTES)
+        return
+    bits = builder.bitcast(value, words)
+    odd = builder.and_(builder.lshr(bits, _constant(words, 16)), _constant(words, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _constant(words, 0x7FFF))), _constant(words, 16))
+    builder.store(builder.trunc(rounded, halves), _pointer(builder, address, halves), align=2)
+
+
 def _load(builder: Any, address: Any) -> Any:
     return builder.load(_pointer(builder, address, _VECTOR), align=FLOAT_BYTES)
 
@@ -69,28 +94,17 @@ def load(typing: Any, kind: Any, address: Any) -> tuple[Any, Codegen]:
     """16 elements at an address, widened to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        if not is_bfloat16(kind):
-            return _load(builder, args[1])
-        halves = builder.load(_pointer(builder, args[1], _HALVES), align=2)
-        words = builder.shl(builder.zext(halves, _WORDS), _words(16))
-        return builder.bitcast(words, _VECTOR)
+        return _read(builder, kind, args[1], _VECTOR, _WORDS, _HALVES)
 
     return vector_type(kind, types.int64), codegen
 
 
 @intrinsic
 def store(typing: Any, kind: Any, address: Any, vector: Any) -> tuple[Any, Codegen]:
-    """Write 16 elements, rounded to nearest even."""
+    """Write 16 elements."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        _, address, value = args
-        if not is_bfloat16(kind):
-            builder.store(value, _pointer(builder, address, _VECTOR), align=FLOAT_BYTES)
-            return context.get_dummy_value()
-        words = builder.bitcast(value, _WORDS)
-        odd = builder.and_(builder.lshr(words, _words(16)), _words(1))
-        rounded = builder.lshr(builder.add(words, builder.add(odd, _words(0x7FFF))), _words(16))
-        builder.store(builder.trunc(rounded, _HALVES), _pointer(builder, address, _HALVES), align=2)
+        _write(builder, kind, args[1], args[2], _VECTOR, _WORDS, _HALVES)
         return context.get_dummy_value()
 
     return types.void(kind, types.int64, vector_type), codegen
@@ -101,28 +115,17 @@ def load_one(typing: Any, kind: Any, address: Any) -> tuple[Any, Codegen]:
     """One element, widened to float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        if not is_bfloat16(kind):
-            return builder.load(_pointer(builder, args[1], _F32), align=FLOAT_BYTES)
-        half = builder.load(_pointer(builder, args[1], _I16), align=2)
-        return builder.bitcast(builder.shl(builder.zext(half, _I32), ir.Constant(_I32, 16)), _F32)
+        return _read(builder, kind, args[1], _F32, _I32, _I16)
 
     return types.float32(kind, types.int64), codegen
 
 
 @intrinsic
 def store_one(typing: Any, kind: Any, address: Any, value: Any) -> tuple[Any, Codegen]:
-    """Write one element, rounded to nearest even."""
+    """Write one element."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        _, address, value = args
-        if not is_bfloat16(kind):
-            builder.store(value, _pointer(builder, address, _F32), align=FLOAT_BYTES)
-            return context.get_dummy_value()
-        word = builder.bitcast(value, _I32)
-        odd = builder.and_(builder.lshr(word, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
-        word = builder.add(word, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
-        half = builder.trunc(builder.lshr(word, ir.Constant(_I32, 16)), _I16)
-        builder.store(half, _pointer(builder, address, _I16), align=2)
+        _write(builder, kind, args[1], args[2], _F32, _I32, _I16)
         return context.get_dummy_value()
 
     return types.void(kind, types.int64, types.float32), codegen
@@ -151,14 +154,6 @@ def load_int64(typing: Any, address: Any) -> tuple[Any, Codegen]:
 # ---- arithmetic ----
 
 
-def _words(value: int) -> Any:
-    return ir.Constant(_WORDS, [value] * LANES)
-
-
-def _floats(value: float) -> Any:
-    return ir.Constant(_VECTOR, [value] * LANES)
-
-
 def _call(builder: Any, name: str, *args: Any) -> Any:
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * len(args)), f"llvm.{name}.v{LANES}f32"
@@ -168,14 +163,15 @@ def _call(builder: Any, name: str, *args: Any) -> Any:
 
 def _splat(builder: Any, value: Any) -> Any:
     one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), _words(0))
+    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), _constant(_WORDS, 0))
 
 
-def _elementwise(emit: Callable[..., Any], arity: int) -> tuple[Any, Codegen]:
-    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        return emit(builder, *args)
+def _binary(emit: Callable[..., Any]) -> Any:
+    @intrinsic
+    def operation(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+        return vector_type(vector_type, vector_type), lambda context, builder, signature, args: emit(builder, *args)
 
-    return vector_type(*[vector_type] * arity), codegen
+    return operation
 
 
 @intrinsic
@@ -188,61 +184,50 @@ def splat(typing: Any, value: Any) -> tuple[Any, Codegen]:
     return vector_type(types.float32), codegen
 
 
-@intrinsic
-def add(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
-    """a + b."""
-    return _elementwise(lambda builder, x, y: builder.fadd(x, y), 2)
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-@intrinsic
-def sub(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
-    """a - b."""
-    return _elementwise(lambda builder, x, y: builder.fsub(x, y), 2)
-
-
-@intrinsic
-def mul(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
-    """a * b."""
-    return _elementwise(lambda builder, x, y: builder.fmul(x, y), 2)
-
-
-@intrinsic
-def div(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
-    """a / b."""
-    return _elementwise(lambda builder, x, y: builder.fdiv(x, y), 2)
-
-
-@intrinsic
-def maximum(typing: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
-    """The larger of each lane."""
-    return _elementwise(lambda builder, x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y), 2)
+add = _binary(lambda builder, a, b: builder.fadd(a, b))
+sub = _binary(lambda builder, a, b: builder.fsub(a, b))
+mul = _binary(lambda builder, a, b: builder.fmul(a, b))
+div = _binary(lambda builder, a, b: builder.fdiv(a, b))
+maximum = _binary(_larger)
 
 
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> tuple[Any, Codegen]:
     """a * b + c, rounded once."""
-    return _elementwise(lambda builder, x, y, z: _call(builder, "fma", x, y, z), 3)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return _call(builder, "fma", *args)
+
+    return vector_type(vector_type, vector_type, vector_type), codegen
+
+
+def _exp(builder: Any, x: Any) -> Any:
+    underflows = builder.fcmp_ordered("<", x, _constant(_VECTOR, EXP_LOWEST))
+    x = builder.select(underflows, _constant(_VECTOR, EXP_LOWEST), x)
+    power = _call(builder, "rint", builder.fmul(x, _constant(_VECTOR, LOG2_E)))
+    rest = _call(builder, "fma", power, _constant(_VECTOR, -LN2_HIGH), x)
+    rest = _call(builder, "fma", power, _constant(_VECTOR, -LN2_LOW), rest)
+    value = _constant(_VECTOR, EXP_COEFFICIENTS[0])
+    for coefficient in EXP_COEFFICIENTS[1:]:
+        value = _call(builder, "fma", value, rest, _constant(_VECTOR, coefficient))
+    value = _call(builder, "fma", builder.fmul(value, rest), rest, builder.fadd(rest, _constant(_VECTOR, 1.0)))
+    exponent = builder.add(builder.fptosi(power, _WORDS), _constant(_WORDS, 127))
+    value = builder.fmul(value, builder.bitcast(builder.shl(exponent, _constant(_WORDS, 23)), _VECTOR))
+    return builder.select(underflows, _constant(_VECTOR, 0.0), value)
 
 
 @intrinsic
 def exp(typing: Any, a: Any) -> tuple[Any, Codegen]:
     """e ** a of finite or minus infinite lanes, exactly 0 below -87; relative error about 1e-7."""
 
-    def emit(builder: Any, x: Any) -> Any:
-        underflows = builder.fcmp_ordered("<", x, _floats(EXP_LOWEST))
-        x = builder.select(underflows, _floats(EXP_LOWEST), x)
-        power = _call(builder, "rint", builder.fmul(x, _floats(LOG2_E)))
-        rest = _call(builder, "fma", power, _floats(-LN2_HIGH), x)
-        rest = _call(builder, "fma", power, _floats(-LN2_LOW), rest)
-        value = _floats(EXP_COEFFICIENTS[0])
-        for coefficient in EXP_COEFFICIENTS[1:]:
-            value = _call(builder, "fma", value, rest, _floats(coefficient))
-        value = _call(builder, "fma", builder.fmul(value, rest), rest, builder.fadd(rest, _floats(1.0)))
-        exponent = builder.add(builder.fptosi(power, _WORDS), _words(127))
-        value = builder.fmul(value, builder.bitcast(builder.shl(exponent, _words(23)), _VECTOR))
-        return builder.select(underflows, _floats(0.0), value)
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        return _exp(builder, args[0])
 
-    return _elementwise(emit, 1)
+    return vector_type(vector_type), codegen
 
 
 # ---- across lanes ----
@@ -273,7 +258,7 @@ def highest(typing: Any, a: Any) -> tuple[Any, Codegen]:
     """The largest lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
-        return _fold(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+        return _fold(builder, args[0], partial(_larger, builder))
 
     return types.float32(vector_type), codegen
 
@@ -284,7 +269,7 @@ def dot_products(typing: Any, query: Any, keys: Any, size: Any) -> tuple[Any, Co
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
         query, keys, size = args
-        sums = [cgutils.alloca_once_value(builder, _floats(0.0)) for _ in range(LANES)]
+        sums = [cgutils.alloca_once_value(builder, _constant(_VECTOR, 0.0)) for _ in range(LANES)]
         with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_I64, LANES))) as loop:
             offset = builder.mul(loop.index, ir.Constant(_I64, LANES * FLOAT_BYTES))
             factor = _load(builder, builder.add(query, offset))
@@ -322,7 +307,7 @@ def int8_products(typing: Any, x: Any, x_stride: Any, weight: Any, size: Any) ->
 
     def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
         x, x_stride, weight, size = args
-        sums = [cgutils.alloca_once_value(builder, _floats(0.0)) for _ in range(LANES)]
+        sums = [cgutils.alloca_once_value(builder, _constant(_VECTOR, 0.0)) for _ in range(LANES)]
         with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_I64, LANES))) as loop:
             start = builder.mul(loop.index, ir.Constant(_I64, LANES))
             address, columns = builder.add(weight, start), []
