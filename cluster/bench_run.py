@@ -4,14 +4,13 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench import Backend, Goal, Load, Record, run_load, summarize
+from cluster.bench import Backend, Goal, Load, run_load, summarize
 from cluster.bench_page import TIMES, page
 from cluster.errors import ServerError
 from cluster.progress import Display
@@ -45,14 +44,16 @@ class Run:
             records = asyncio.run(run_load(backend, load, progress))
         goal = Goal(ttft_s=_seconds(self.goal_ttft_ms), itl_s=_seconds(self.goal_itl_ms))
         summary = summarize(records, goal)
+        errors = summary["errors"]
+        assert isinstance(errors, list)
         if summary["failed"] == summary["requests"]:
-            raise ServerError(f"no request was answered: {'; '.join(map(str, _errors(records)))}")
+            raise ServerError(f"no request was answered: {'; '.join(errors)}")
         if self.html is not None:
             command = shlex.join(["slipstream", *sys.argv[1:]])
             self.html.write_text(page("Slipstream under load", command, summary, records), encoding="utf-8")
         console = Console()
         console.print(_table(summary))
-        for error in _errors(records):
+        for error in errors:
             console.print(f"failed: {error}", style="yellow", highlight=False, markup=False)
         if self.html is not None:
             console.print(f"plots: {self.html}", highlight=False)
@@ -62,10 +63,6 @@ class Run:
 
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _errors(records: Sequence[Record]) -> list[str]:
-    return sorted({record.error for record in records if record.error})[:5]
 
 
 def _table(summary: dict[str, object]) -> Table:

@@ -201,7 +201,7 @@ def status(
 
     deployment = _running(port)
     with _client(deployment.endpoints[0], ca, cert, key, token_file) as client:
-        [stats] = _answered(lambda: [client.stats()])
+        stats = _answer(client.stats)
     page = status_of(deployment, stats)
     if as_json:
         _print(json.dumps(page))
@@ -226,8 +226,7 @@ def top(
     with client, StopSignals(), suppress(KeyboardInterrupt):
 
         def ask(after: int) -> dict[str, Any]:
-            [view] = _answered(lambda: [client.view(after)])
-            return view
+            return _answer(lambda: client.view(after))
 
         run_top(ask, f"{deployment.model} on {', '.join(deployment.endpoints)}", once=once)
 
@@ -249,8 +248,7 @@ def trace(
         clients = [_client(one, ca, cert, key, token_file) for one in _running(port).endpoints]
 
         def ask(client: "Client", after: int) -> dict[str, Any]:
-            [view] = _answered(lambda: [client.view(after, frames=True)])
-            return view
+            return _answer(lambda: client.view(after, frames=True))
 
         found = collect([partial(ask, stack.enter_context(client)) for client in clients], seconds)
     document = found.document()
@@ -269,12 +267,7 @@ def swap(
 ) -> None:
     """Go on with the weights of another checkpoint; streams that are open go on with them."""
     with _client(_running(port).endpoints[0], ca, cert, key, token_file) as client:
-
-        def ask() -> list[None]:
-            client.swap_weights(str(directory.absolute()))
-            return []
-
-        list(_answered(ask))
+        _answer(lambda: client.swap_weights(str(directory.absolute())))
     _print(f"swapped to {directory}")
 
 
@@ -289,7 +282,7 @@ def record(
 ) -> None:
     """Write the running scheduler's latest events, prompts included (`serve --record-events N`)."""
     with _client(_running(port).endpoints[0], ca, cert, key, token_file) as client:
-        [content] = _answered(lambda: [client.recording()])
+        content = _answer(client.recording)
     file.write_bytes(content)
     _print(f"{file}: {len(content)} bytes")
 
@@ -578,11 +571,19 @@ def _answered(ask: Callable[[], Iterable[Answer]]) -> Iterator[Answer]:
     """What the server answers, its refusals turned into one line."""
     import grpc
 
+    from cluster.status import told
+
     try:
         yield from ask()
     except grpc.RpcError as error:
         refused = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        raise (ConfigError if refused else ServerError)(f"{error.code().name}: {error.details()}") from error
+        raise (ConfigError if refused else ServerError)(told(error)) from error
+
+
+def _answer(ask: Callable[[], Answer]) -> Answer:
+    """One answer, likewise."""
+    [answer] = _answered(lambda: [ask()])
+    return answer
 
 
 def _print(line: str) -> None:

@@ -24,6 +24,7 @@ from cluster.config import ServeConfig
 from cluster.errors import ServerError
 from cluster.model_source import resolve_model
 from cluster.progress import Display
+from cluster.status import told
 
 REFRESH_HZ = 8
 STAGGER_S = 0.1  # the first chats are under way, and their prefix shared, when the last begin
@@ -67,7 +68,7 @@ def run_demo(config: ServeConfig, *, max_tokens: int, as_json: bool) -> None:
         chats = [Chat(question) for question in QUESTIONS]
         wall_s, stats = asyncio.run(_chat(deployment.endpoints[0], chats, max_tokens, show=not as_json))
     except grpc.RpcError as error:
-        raise ServerError(f"{error.code().name}: {error.details()}") from error
+        raise ServerError(told(error)) from error
     finally:
         with Display() as display, display.phase("Stopping every process"):
             deployment.stop()

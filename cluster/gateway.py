@@ -4,18 +4,19 @@ A process of its own, because two copies of the vLLM engine protocol's messages 
 """
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from cluster.errors import BringUpError, ConfigError
+from cluster.loopback import host_port
+from cluster.processes import executable
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 2.0
@@ -35,7 +36,7 @@ class Gateway:
 
     def __init__(self, endpoints: Sequence[str], *, directory: Path, host: str, port: int, own: Path) -> None:
         """Of front ends HOST:PORT; `directory` has the tokenizer, `own` its log. ConfigError without an `smg`."""
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = host_port(host, port)
         self._log = own / "smg.log"
         urls = [f"grpc://{endpoint}" for endpoint in endpoints]
         self._command = [_executable(), "launch", "--host", host, "--port", str(port), "--worker-urls", *urls]
@@ -100,17 +101,24 @@ class Gateway:
 
     def _serves(self) -> bool:
         try:
-            with urlopen(f"http://{self.address}/v1/models", timeout=ANSWER_TIMEOUT_S) as answer:
-                return bool(json.load(answer)["data"])
-        except (OSError, URLError, ValueError, KeyError, TypeError):
+            return bool(json.loads(self._get("/v1/models"))["data"])
+        except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def _answers(self, path: str) -> bool:
         try:
-            with urlopen(f"http://{self.address}{path}", timeout=ANSWER_TIMEOUT_S) as answer:
-                return int(answer.status) == 200
-        except (OSError, URLError):
+            self._get(path)
+        except OSError:
             return False
+        return True
+
+    def _get(self, path: str) -> bytes:
+        """OSError unless it answers, and with success."""
+        with urlopen(f"http://{self.address}{path}", timeout=ANSWER_TIMEOUT_S) as answer:
+            if answer.status != HTTPStatus.OK:
+                raise OSError(f"HTTP {answer.status}")
+            content: bytes = answer.read()
+        return content
 
     def _last_line(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
@@ -128,8 +136,7 @@ def check_http(host: str, port: int) -> None:
 
 
 def _executable() -> str:
-    beside = Path(sys.executable).with_name("smg")
-    found = str(beside) if beside.exists() else shutil.which("smg")
+    found = executable("smg")
     if found is None:
         raise ConfigError("--http needs the smg router: pip install 'smg>=1.13,<2'")
     return found

@@ -17,6 +17,7 @@ import grpc
 
 from cluster import ray_tls
 from cluster.link import RayWorkerPort, worker_up
+from cluster.status import told
 from cluster.step_codec import (
     Answer,
     NumberedPlan,
@@ -219,7 +220,7 @@ class Connection:
         try:
             session: int | None = await self._ask_health(b"", metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise WorkerUnreachable(_reason(error)) from error
+            raise WorkerUnreachable(told(error)) from error
         return session
 
     def break_stream(self) -> None:
@@ -285,7 +286,7 @@ class _Stream:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except grpc.aio.AioRpcError as error:
-            why = _reason(error)
+            why = told(error)
         except asyncio.CancelledError:
             why = "the call was cancelled"
         self._end(why)
@@ -297,7 +298,3 @@ class _Stream:
                 waiting.set_result(self._why)
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error)

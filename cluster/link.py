@@ -8,7 +8,7 @@ numbers and epochs on both sides.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
@@ -45,10 +45,7 @@ class RayWorkerPort:
 
     async def registered(self, session: int) -> Registered:
         """The worker's own answer to a registration. Raises WorkerUnreachable."""
-        try:
-            registered: Registered = await self._actor().register.remote(session)
-        except RayError as error:
-            raise WorkerUnreachable(one_line(error)) from error
+        registered: Registered = await _reached(lambda: self._actor().register.remote(session))
         return registered
 
     async def step(self, plan: StepPlan) -> Sequence[StepResult]:
@@ -66,10 +63,7 @@ class RayWorkerPort:
 
     async def health(self) -> int | None:
         """The session the worker is in. Raises WorkerUnreachable."""
-        try:
-            session: int | None = await self._actor().health.remote()
-        except RayError as error:
-            raise WorkerUnreachable(one_line(error)) from error
+        session: int | None = await _reached(lambda: self._actor().health.remote())
         return session
 
     async def restart(self) -> None:
@@ -90,18 +84,12 @@ class RayWorkerPort:
 
     async def weights(self) -> str | None:
         """What the worker was last swapped to. Raises WorkerUnreachable."""
-        try:
-            weights: str | None = await self._actor().weights.remote()
-        except RayError as error:
-            raise WorkerUnreachable(one_line(error)) from error
+        weights: str | None = await _reached(lambda: self._actor().weights.remote())
         return weights
 
     async def draft_blocks(self) -> tuple[int, int] | None:
         """Blocks of its draft model's own pool, and how many are free. Raises WorkerUnreachable."""
-        try:
-            blocks: tuple[int, int] | None = await self._actor().draft_blocks.remote()
-        except RayError as error:
-            raise WorkerUnreachable(one_line(error)) from error
+        blocks: tuple[int, int] | None = await _reached(lambda: self._actor().draft_blocks.remote())
         return blocks
 
     def _actor(self) -> "ActorHandle[WorkerActor]":
@@ -222,6 +210,14 @@ def worker_up(traits: WorkerTraits, session: int) -> WorkerUp:
         fingerprint=traits.fingerprint,
         drop_last_hit_block=traits.drop_last_hit_block,
     )
+
+
+async def _reached(call: Callable[[], Coroutine[object, object, Answer]]) -> Answer:
+    """A worker's answer. Raises WorkerUnreachable."""
+    try:
+        return await call()
+    except RayError as error:
+        raise WorkerUnreachable(one_line(error)) from error
 
 
 async def _answered(answer: Coroutine[object, object, Answer]) -> Answer:

@@ -1,9 +1,14 @@
-"""Whether a host can be reached from other machines: what decides if TLS is demanded."""
+"""Hosts: how an address is written, and whether it can be reached from other machines, so that TLS is demanded."""
 
 import ipaddress
 import socket
 
 from cluster.errors import ConfigError
+
+
+def host_port(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

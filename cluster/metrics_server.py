@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from cluster.http_messages import Request, Response, send
+from cluster.loopback import host_port
 from cluster.metrics import Metrics
 from cluster.page import Page
 
@@ -43,8 +44,7 @@ class MetricsServer:
     @property
     def address(self) -> str:
         """host:port, once started."""
-        host = self._config.host
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return host_port(self._config.host, self.port)
 
     async def start(self) -> int:
         """Listens; the port. Raises ValueError when it is taken."""

@@ -5,7 +5,9 @@ Everything here works by process id, never by name.
 
 import ctypes
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +19,12 @@ POLL_S = 0.05
 def adopt_orphans() -> None:
     """Make processes whose parent ended below us our children, so that they stay in sight."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def executable(name: str) -> str | None:
+    """A command beside this Python, or else one of the path."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
 
 
 def descendants(pid: int) -> Iterator[int]:

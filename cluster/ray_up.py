@@ -6,9 +6,7 @@ Everything is done by `ray up`, `ray exec` and ssh, as deploy/README.md has it b
 import os
 import re
 import shlex
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from cluster.errors import BringUpError, ConfigError
+from cluster.processes import executable
 
 BIN = "~/slipstream-venv/bin"  # where the files of deploy/ install us
 UP_TIMEOUT_S = 1800.0  # images, drivers and packages are fetched
@@ -186,8 +185,7 @@ def _short(command: Sequence[str]) -> str:
 
 
 def _ray_executable() -> str:
-    beside = Path(sys.executable).with_name("ray")
-    found = str(beside) if beside.exists() else shutil.which("ray")
+    found = executable("ray")
     if found is None:
         raise ConfigError("there is no `ray` command beside this Python")
     return found

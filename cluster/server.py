@@ -16,7 +16,7 @@ from cluster.admin_service import AdminServicer
 from cluster.errors import ConfigError
 from cluster.guard import Guard, in_services
 from cluster.inference_service import InferenceServicer
-from cluster.loopback import is_loopback
+from cluster.loopback import host_port, is_loopback
 from cluster.serving import Serving, State
 from cluster.tls import TlsFiles, server_credentials
 from cluster.tokens import TokenFile
@@ -80,7 +80,7 @@ class Server:
     @property
     def address(self) -> str:
         """host:port, once started."""
-        return f"{_bracketed(self._config.host)}:{self.port}"
+        return host_port(self._config.host, self.port)
 
     async def start(self, *, ready: bool = True) -> int:
         """Listens; the port. Requests are refused until ready. Raises ValueError when the port is taken."""
@@ -96,7 +96,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, self._server)
-        address = f"{_bracketed(self._config.host)}:{self._config.port}"
+        address = host_port(self._config.host, self._config.port)
         try:
             self.port = self._listen(address)
         except RuntimeError as error:
@@ -174,7 +174,3 @@ def _most_connections() -> int:
     """Half of the files this process may open: at their end nobody could connect, nor could we read a token file."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft // 2
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

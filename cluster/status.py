@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, with the retry hint in the two forms that clients look for."""
+"""Errors as gRPC statuses and back, with the retry hint in the two forms that clients look for."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -9,6 +9,11 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster.call import StreamError
+
+
+def told(error: Any) -> str:
+    """What an RPC ended with, in one line; error: grpc.RpcError of a call."""
+    return f"{error.code().name}: {error.details()}"
 
 
 async def refuse(context: Any, error: Exception) -> NoReturn:

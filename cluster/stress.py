@@ -23,6 +23,7 @@ from cluster.errors import ServerError
 from cluster.model_source import resolve_model
 from cluster.progress import Display
 from cluster.sizing import size
+from cluster.status import told
 from cluster.stress_kill import Killer, check_kinds
 from cluster.stress_load import Asked, References, Stream, make_requests
 from cluster.stress_report import Progress, Totals, print_report, show
@@ -199,7 +200,7 @@ class Stress:
                     stream.left = True
                     break
         except grpc.aio.AioRpcError as error:
-            stream.error = f"{error.code().name}: {error.details()}"
+            stream.error = told(error)
         except ValueError as error:
             stream.error = str(error)  # the client's own gate
         finally:
