@@ -292,8 +292,7 @@ class SchedulerActor:
         """Whether this is too many tokens more to wait. A request that would wait alone is never refused."""
         if self._max_waiting_tokens is None or not self._core.waiting:
             return False
-        waiting = (state.request for state in self._core.waiting)
-        return sum(most_tokens(one) for one in waiting) + most_tokens(request) > self._max_waiting_tokens
+        return self._core.num_waiting_tokens + request.most_tokens > self._max_waiting_tokens
 
     def _refuse(self, request: Request) -> None:
         refused = RejectRequest(
@@ -534,11 +533,6 @@ class SchedulerActor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or f"{type(error).__name__}: {error}"
             log.error("a task of the scheduler failed", exc_info=error)
-
-
-def most_tokens(request: Request) -> int:
-    """Of its prompt and its output together."""
-    return len(request.prompt_token_ids) + request.max_tokens
 
 
 def swap_number(weights: str) -> int:

@@ -7,7 +7,7 @@ requests, tokens in flight or devices.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from functools import lru_cache
 from hashlib import sha256
 
@@ -72,6 +72,11 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks that a prefix could hit now."""
         return len(self._cached)
+
+    @property
+    def cached_blocks(self) -> KeysView[int]:
+        """These blocks, free or used."""
+        return self._digest_of.keys()
 
     def allocate(self, count: int) -> list[int]:
         """Take the `count` longest idle blocks; what they cached is forgotten."""

@@ -112,6 +112,7 @@ def check_queue(scheduler: "Scheduler") -> None:
     waiting, workers = scheduler.waiting, scheduler.workers.values()
     keys = [state.order_key for state in waiting]
     assert keys == sorted(set(keys)), "the queue is out of order"
+    assert scheduler.num_waiting_tokens == sum(state.request.most_tokens for state in waiting)
     running = [state for worker in workers for state in worker.rows.states if state is not None]
     assert set(map(id, scheduler.requests.values())) == {id(state) for state in [*waiting, *running]}
     assert len(scheduler.requests) == len(waiting) + len(running)

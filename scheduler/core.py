@@ -64,6 +64,7 @@ class Scheduler:
         self.workers: dict[str, WorkerState] = {}
         self.requests: dict[str, RequestState] = {}
         self.waiting: list[RequestState] = []  # by order_key
+        self.num_waiting_tokens = 0  # prompts and outputs at most, of all that wait
         self.discards: dict[tuple[str, int], int] = {}  # attempt -> tokens reserved by its drop frames
         self.counters = Counters()
         self._choose_drafts = choose_drafts
@@ -170,7 +171,7 @@ class Scheduler:
         return False
 
     def _problem_with(self, request: Request) -> tuple[RejectCode, str] | None:
-        end = len(request.prompt_token_ids) + request.max_tokens
+        end = request.most_tokens
         if len(request.prompt_token_ids) == 0:
             return RejectCode.INVALID_ARGUMENT, "prompt_token_ids is empty"
         if request.max_tokens < 1:
@@ -257,11 +258,15 @@ class Scheduler:
 
     def _queue(self, state: RequestState) -> None:
         insort(self.waiting, state, key=order_key)
+        self.num_waiting_tokens += state.request.most_tokens
 
     def _unqueue(self, state: RequestState) -> None:
         index = bisect_left(self.waiting, state.order_key, key=order_key)
         if index < len(self.waiting) and self.waiting[index] is state:
-            del self.waiting[index]
+            self._unqueue_at(index)
+
+    def _unqueue_at(self, index: int) -> None:
+        self.num_waiting_tokens -= self.waiting.pop(index).request.most_tokens
 
     # ---- leaving a row ----
 
@@ -679,7 +684,7 @@ class Scheduler:
             del open_workers[worker.worker_id]
             state.waits_since_epoch = state.waits_since_epoch or self._next_epoch
             return False
-        del self.waiting[index]
+        self._unqueue_at(index)
         self._seat(state, placement.hit_blocks, builder)
         return True
 

@@ -78,3 +78,8 @@ class Request:
     deadline_ns: int | None = None  # on the scheduler's clock (Tick.now_ns)
     cache_salt: str = ""  # requests of different salts never share a prefix block
     tenant: str = ""  # requests of different tenants neither
+
+    @property
+    def most_tokens(self) -> int:
+        """Of its prompt and its output together."""
+        return len(self.prompt_token_ids) + self.max_tokens

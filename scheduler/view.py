@@ -38,8 +38,7 @@ def block_kinds(worker: WorkerState, block_size: int) -> NDArray[np.int8]:
     """
     table, pool = worker.rows, worker.pool
     kinds = np.zeros(pool.num_blocks, np.int8)
-    cached = np.fromiter(pool._digest_of, np.intp, pool.num_cached)  # the pool's own map, read and not written
-    kinds[cached] = CACHED
+    kinds[np.fromiter(pool.cached_blocks, np.intp, pool.num_cached)] = CACHED
     rows = table.order()
     counts = table.num_blocks[rows]
     owners, places = rows.repeat(counts), each_of(np.zeros_like(counts), counts)
