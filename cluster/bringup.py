@@ -5,7 +5,6 @@ process of the command line or of a test.
 """
 
 import contextlib
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from cluster.front_actor import FrontEndActor, FrontEndSpec
 from cluster.grpc_link import GrpcTransport, GrpcWorkerPort
 from cluster.joined_ray import RESOURCE, JoinedRay
 from cluster.link import RayWorkerPort, one_line
-from cluster.listening import metrics_config, server_config
+from cluster.listening import check_port_is_free, metrics_config, server_config
 from cluster.local_ray import LocalRay
 from cluster.sizing import num_cpus, size
 from scheduler.actor import Liveness, SchedulerActor, WorkerPort
@@ -61,7 +60,9 @@ class Deployment:
         server_config(config).check()
         check_port_is_free(config.host, config.port)
         if config.metrics_port:
-            check_port_is_free(config.metrics_host, config.metrics_port, flag="--metrics-")
+            check_port_is_free(
+                config.metrics_host, config.metrics_port, port_flag="--metrics-port", host_flag="--metrics-host"
+            )
         self.endpoints: list[str] = []  # HOST:PORT of each front end
         self.metrics_endpoints: list[str] = []  # of each front end's metrics, if they are on
         self.warnings = [str(config.faults)] if config.faults.any else []  # and what does not keep the promise here
@@ -273,20 +274,3 @@ class Deployment:
         ).remote(*arguments)
         self._actors.append(actor)
         return actor
-
-
-def check_port_is_free(host: str, port: int, flag: str = "--") -> None:
-    """ConfigError if nobody can listen there now."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"{flag}host {host}: {error.strerror}") from error
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server linger
-        try:
-            probe.bind(address)
-            probe.listen()
-        except OSError as error:
-            raise ConfigError(
-                f"{flag}port {port} on {flag}host {host} cannot be listened on: {error.strerror}"
-            ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from cluster.errors import BringUpError, ConfigError
+from cluster.listening import check_port_is_free
 from cluster.loopback import host_port
 from cluster.processes import executable
 
@@ -128,11 +129,7 @@ class Gateway:
 def check_http(host: str, port: int) -> None:
     """ConfigError without an `smg`, or when nobody can listen there now. Starts nothing."""
     _executable()
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise ConfigError(f"--http {port} on --host {host} cannot be listened on: {error.strerror}") from error
+    check_port_is_free(host, port, port_flag="--http")
 
 
 def _executable() -> str:

@@ -1,8 +1,10 @@
 """Where the front ends of a deployment listen and what they ask of callers, from its configuration."""
 
+import socket
 from pathlib import Path
 
 from cluster.config import DEFAULT_METRICS_PORT, ServeConfig
+from cluster.errors import ConfigError
 from cluster.metrics_server import MetricsConfig
 from cluster.server import ServerConfig
 from cluster.tls import TlsFiles
@@ -37,3 +39,19 @@ def metrics_config(config: ServeConfig, index: int) -> MetricsConfig | None:
 def _absolute(path: str | None) -> Path | None:
     """A front end's process has another working directory."""
     return None if path is None else Path(path).absolute()
+
+
+def check_port_is_free(host: str, port: int, *, port_flag: str = "--port", host_flag: str = "--host") -> None:
+    """ConfigError if nobody can listen there now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"{host_flag} {host}: {error.strerror}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server linger
+        try:
+            probe.bind(address)
+            probe.listen()
+        except OSError as error:
+            where = f"{port_flag} {port} on {host_flag} {host}"
+            raise ConfigError(f"{where} cannot be listened on: {error.strerror}") from error

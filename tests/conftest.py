@@ -1,13 +1,10 @@
 """Rules that hold for every test: sanitizer on, no Ray outside tests marked `ray`, no process left behind."""
 
-import ctypes
 import importlib.util
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 # Before torch, Ray or any child process reads them.
 os.environ["SLIPSTREAM_SANITIZE_KV"] = "1"
@@ -17,11 +14,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from cluster.processes import adopt_orphans, command_line, descendants
 from cluster.ray_environment import prepare
 
 prepare()  # before any test imports ray
 
-PR_SET_CHILD_SUBREAPER = 36
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 LINGER_S = 10.0  # Ray's own processes take a moment to notice that their parent left
 
 
@@ -64,8 +62,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    # Orphans of our children become our children, so that the check at the end sees them too.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()  # so that the check at the end sees them too
 
 
 @pytest.hookimpl(trylast=True)
@@ -83,33 +80,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _wait_for_children(deadline: float) -> list[tuple[int, str]]:
     """The (pid, command line) of every descendant that is still alive at the deadline."""
     while True:
-        left = list(_living_descendants(os.getpid()))
+        living = ((pid, command_line(pid)) for pid in descendants(os.getpid()))
+        # multiprocessing's resource tracker lives as long as its interpreter.
+        left = [(pid, command) for pid, command in living if command and RESOURCE_TRACKER not in command]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
-
-
-def _living_descendants(pid: int) -> Iterator[tuple[int, str]]:
-    for child, command in _children(pid):
-        if "multiprocessing.resource_tracker" not in command:  # lives as long as its interpreter
-            yield child, command
-        yield from _living_descendants(child)
-
-
-def _children(pid: int) -> Iterator[tuple[int, str]]:
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in task.read_text().split()]
-        except OSError:
-            continue  # the thread ended while we looked
-        for child in children:
-            if command := _command_line(child):
-                yield child, command
-
-
-def _command_line(pid: int) -> str:
-    """Empty for a process that has ended, zombies included."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
