@@ -8,7 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+
+class Clock(TimeElapsedColumn):
+    """The time since the beginning and, where it can be told, the time left."""
+
+    def render(self, task: Task) -> Text:
+        """Both of one phase."""
+        elapsed = super().render(task)
+        left = task.time_remaining
+        if task.finished or left is None:
+            return elapsed
+        minutes, seconds = divmod(int(left), 60)
+        return elapsed.append(f", {minutes}:{seconds:02} left" if minutes < 60 else f", {minutes / 60:.1f} h left")
 
 
 class Display:
@@ -21,7 +35,7 @@ class Display:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TaskProgressColumn(),
-            TimeElapsedColumn(),
+            Clock(),
             console=self._console,
             disable=not self._console.is_terminal,
         )

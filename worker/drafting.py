@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from worker.drafter import Drafter
+    from worker.drafter import Drafter, NgramDrafter
+    from worker.eagle3 import Eagle3Head
     from worker.model import Model
 
 
@@ -46,16 +47,46 @@ def build_drafter(
     """Prompt lookup, beside a head or a draft model if there is one. ValueError names what is wrong with that."""
     if spec.max_drafts == 0:
         return None
-    from worker.drafter import NgramDrafter
+    weights = load_draft_weights(spec, target, target_directory)
+    return mixed_drafter(spec, target, weights, max_num_seqs=max_num_seqs, sanitize=sanitize)
+
+
+def load_draft_weights(spec: DraftSpec, target: "Model", target_directory: Path) -> "Eagle3Head | Model | None":
+    """The head or the draft model of a spec; None without one. Any number of drafters may use it in turn."""
+    if spec.method == "ngram":
+        return None
+    assert spec.directory is not None
+    directory = Path(spec.directory)
+    if not directory.is_dir():
+        raise ValueError(f"--speculative-config: there is no directory {directory}")
+    if spec.method == "eagle3":
+        from worker.eagle3 import load_head
+
+        return load_head(directory, target, target_directory)
+    from worker.model import load_model
+
+    check_same_tokenizer(directory, target_directory)
+    return load_model(
+        directory,
+        dtype=target.dtype,
+        device=str(target.device),
+        attention="cpu" if target.device.type == "cpu" else "triton",
+        num_blocks=spec.num_blocks,
+        block_size=target.kv_cache.block_size,
+        max_model_len=_context(directory, target),
+    )
+
+
+def mixed_drafter(
+    spec: DraftSpec, target: "Model", weights: "Eagle3Head | Model | None", *, max_num_seqs: int, sanitize: bool
+) -> "Drafter":
+    """Prompt lookup beside what these weights draft; as many drafts as pay if the spec is adaptive."""
     from worker.mixture import MixedDrafter, PreferLookup
 
-    lookup = NgramDrafter(
-        max_drafts=spec.max_drafts,
-        prompt_lookup_min=spec.prompt_lookup_min,
-        prompt_lookup_max=spec.prompt_lookup_max,
-        max_model_len=target.max_model_len,
-    )
-    model = _model_drafter(spec, target, target_directory, max_num_seqs=max_num_seqs, sanitize=sanitize)
+    lookup = lookup_drafter(spec, target)
+    model = None
+    if weights is not None:
+        model = model_drafter(spec, target, weights, max_num_seqs=max_num_seqs, sanitize=sanitize)
     if not spec.is_adaptive:
         return lookup if model is None else MixedDrafter(lookup, model, PreferLookup())
     from worker.adaptive import AdaptiveDrafts
@@ -65,44 +96,38 @@ def build_drafter(
     return MixedDrafter(lookup, model, AdaptiveDrafts(costs, spec.max_drafts))
 
 
-def _model_drafter(
-    spec: DraftSpec, target: "Model", target_directory: Path, *, max_num_seqs: int, sanitize: bool
-) -> "Drafter | None":
-    if spec.method == "ngram":
-        return None
-    assert spec.directory is not None
-    directory = Path(spec.directory)
-    if not directory.is_dir():
-        raise ValueError(f"--speculative-config: there is no directory {directory}")
-    if spec.method == "eagle3":
-        from worker.eagle3 import Eagle3Drafter, load_head
+def lookup_drafter(spec: DraftSpec, target: "Model") -> "NgramDrafter":
+    """Prompt lookup alone."""
+    from worker.drafter import NgramDrafter
 
-        head = load_head(directory, target, target_directory)
-        return Eagle3Drafter(head, max_drafts=spec.max_drafts, max_model_len=spec.max_model_len)
+    return NgramDrafter(
+        max_drafts=spec.max_drafts,
+        prompt_lookup_min=spec.prompt_lookup_min,
+        prompt_lookup_max=spec.prompt_lookup_max,
+        max_model_len=target.max_model_len,
+    )
+
+
+def model_drafter(
+    spec: DraftSpec, target: "Model", weights: "Eagle3Head | Model", *, max_num_seqs: int, sanitize: bool
+) -> "Drafter":
+    """A head or a draft model alone."""
+    from worker.eagle3 import Eagle3Drafter, Eagle3Head
+
+    if isinstance(weights, Eagle3Head):
+        return Eagle3Drafter(weights, max_drafts=spec.max_drafts, max_model_len=spec.max_model_len)
     from worker.draft_model import DraftModelDrafter
-    from worker.model import load_model
     from worker.sanitizer import KVSanitizer
 
-    check_same_tokenizer(directory, target_directory)
-    block_size = target.kv_cache.block_size
-    model = load_model(
-        directory,
-        dtype=target.dtype,
-        device=str(target.device),
-        attention="cpu" if target.device.type == "cpu" else "triton",
-        num_blocks=spec.num_blocks,
-        block_size=block_size,
-        max_model_len=_context(directory, target),
-    )
     return DraftModelDrafter(
-        model,
+        weights,
         max_drafts=spec.max_drafts,
         max_num_seqs=max_num_seqs,
         vocab_size=target.config.vocab_size,
         retention=spec.kv_retention,
         window=spec.window,
         max_model_len=spec.max_model_len,
-        sanitizer=KVSanitizer(spec.num_blocks, block_size) if sanitize else None,
+        sanitizer=KVSanitizer(spec.num_blocks, target.kv_cache.block_size) if sanitize else None,
     )
 
 
