@@ -28,6 +28,8 @@ from cluster.joined_ray import RESOURCE, JoinedRay
 from cluster.link import RayWorkerPort, one_line
 from cluster.listening import check_port_is_free, metrics_config, server_config
 from cluster.local_ray import LocalRay
+from cluster.loopback import host_port
+from cluster.ray_watch import RayWatch
 from cluster.sizing import num_cpus, size
 from scheduler.actor import Liveness, SchedulerActor, WorkerPort
 from worker.actor import HEALTH_GROUP, LOAD_GROUP, WorkerActor, WorkerSpec, WorkerTraits
@@ -37,6 +39,10 @@ STOP_GRACE_S = 5.0
 POLL_S = 0.2
 MAX_DEATHS, MAX_DEATHS_WITHIN_S = 5, 20.0  # of front ends, before it is given up
 REVIVAL_TIMEOUT_S = 60.0
+LOST_ADVICE = (
+    "Everything started here is ended: start it again; clients that resume go on where they were. Where a head must be "
+    "able to restart, make its control store fault tolerant (GCS fault tolerance, see deploy/README.md)"
+)
 QUEUE_POOLS = 8  # tokens that may wait, in pools of all workers
 
 # Told what begins, and left when it has ended: `with phase("Loading 2 workers"): ...`
@@ -70,12 +76,14 @@ class Deployment:
         self._front_ends: list[ActorHandle[FrontEndActor]] = []
         self._ends: dict[int, Any] = {}  # index of a front end -> the answer why it closed, once there is one
         self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)  # of front ends, on the monotonic clock
+        self._watch = RayWatch(())
         self.ray: LocalRay | JoinedRay
         if config.address is None:
             self._start_ray(phase)
         else:
             self._join_ray(config.address, directory, phase)
         try:
+            self._watch = RayWatch(self.ray.parts())
             self._start(phase)
         except RayError as error:
             self.stop()
@@ -88,6 +96,8 @@ class Deployment:
 
     def wait(self, timeout_s: float) -> str | None:
         """Why no more can be served, if that happened within the timeout. A front end that died is started again."""
+        if (lost := self._watch.lost()) is not None:
+            return f"{lost}. {LOST_ADVICE}"
         for index, front_end in enumerate(self._front_ends):
             # One call to each: it takes a place among those that the actor answers at once.
             if index not in self._ends:
@@ -102,8 +112,8 @@ class Deployment:
         except RayActorError as error:
             return self._revive(index, one_line(error))
         except RayError as error:
-            return one_line(error)
-        return why if why is not None else self._revive(index, "it was started again")
+            return f"a front end ended: {one_line(error)}"
+        return self._revive(index, "it was started again") if why is None else f"{why}. {LOST_ADVICE}"
 
     def _revive(self, index: int, died: str) -> str | None:
         """Ray has begun its process again: load and listen where it did. Why not, if that fails."""
@@ -120,20 +130,21 @@ class Deployment:
                 return None
             except RayError as error:
                 if isinstance(error, ActorDiedError) or time.monotonic() > deadline_s:
-                    return one_line(error)
+                    return f"a front end ended: {one_line(error)}"
                 time.sleep(POLL_S)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Streams get the grace to end; then every process is ended."""
+        is_whole = self._watch.is_whole()
         if ray.is_initialized():
             with contextlib.suppress(RayError, GetTimeoutError):
                 ray.get([front_end.stop.remote(grace_s) for front_end in self._front_ends], timeout=grace_s + 2.0)
-            for actor in reversed(self._actors):
+            for actor in reversed(self._actors if is_whole else []):  # without its control store this hangs
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
         self._actors.clear()
         self._front_ends.clear()
-        self.ray.stop()
+        self.ray.stop(is_whole=is_whole)
 
     # ---- on the way up ----
 
@@ -172,7 +183,7 @@ class Deployment:
             self._scheduler = self._start_scheduler(workers, traits)
             ports: list[int] = ray.get([front_end.start.remote(self._scheduler) for front_end in front_ends])
             metrics: list[str | None] = ray.get([front_end.metrics_address.remote() for front_end in front_ends])
-        self.endpoints = [f"{self.config.host}:{port}" for port in ports]
+        self.endpoints = [host_port(self.config.host, port) for port in ports]
         self.metrics_endpoints = [address for address in metrics if address is not None]
 
     def _place(self) -> PlacementGroup:
@@ -251,6 +262,7 @@ class Deployment:
             max_num_seqs=self.config.max_num_seqs * len(self.sizes.workers),
             dtype=self.sizes.dtype,
             seed=self.config.seed,
+            ray_parts=self.ray.parts(),
         )
         actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=-1, **self._here())
         self._front_ends.append(actor)

@@ -153,7 +153,7 @@ def _serve(config: ServeConfig, http: int | None) -> None:
         while (ended := deployment.wait(WAIT_S)) is None:
             if gateway is not None and (gone := gateway.check()) is not None:
                 raise BringUpError(gone)
-        raise BringUpError(f"a front end ended: {ended}")
+        raise BringUpError(ended)
     finally:
         if gateway is not None:
             gateway.stop()

@@ -15,6 +15,7 @@ from cluster.link import RaySchedulerLink
 from cluster.metrics import Metrics
 from cluster.metrics_server import MetricsConfig, MetricsServer
 from cluster.page import Page
+from cluster.ray_watch import PROBE_EVERY_S, RayPart, RayWatch
 from cluster.served_model import ServedModel
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
@@ -39,6 +40,7 @@ class FrontEndSpec:
     max_num_seqs: int  # running at once on all workers
     dtype: str
     seed: int | None  # of the seeds drawn for requests that bring none; None: of the system
+    ray_parts: tuple[RayPart, ...] = ()  # without which there is no scheduler for long
 
 
 class FrontEndActor:
@@ -49,7 +51,9 @@ class FrontEndActor:
         self._front_end: FrontEnd | None = None
         self._server: Server | None = None
         self._metrics: MetricsServer | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None  # the scheduler
+        self._closed_because = "the scheduler is lost"
+        self._watching: asyncio.Task[None] | None = None  # Ray
 
     async def load(self) -> None:
         """Read the tokenizer. `ValueError` says what is wrong with it."""
@@ -76,6 +80,7 @@ class FrontEndActor:
             self._metrics = MetricsServer(Metrics(self._front_end, guard), self._spec.metrics, page)
             await self._metrics.start()
         self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, connection))
+        self._watching = asyncio.get_running_loop().create_task(self._watch_ray())
         return port
 
     async def deliver(self, connection: int, seq: int, packed: bytes) -> None:
@@ -88,7 +93,7 @@ class FrontEndActor:
         if self._following is None:
             return None
         await asyncio.wait({self._following})
-        return "the scheduler is lost"
+        return self._closed_because
 
     async def metrics_address(self) -> str | None:
         """HOST:PORT of the metrics, once started; None when they are off."""
@@ -100,8 +105,20 @@ class FrontEndActor:
             await self._server.stop(grace_s)
         if self._metrics is not None:
             await self._metrics.stop()
-        if self._following is not None:
-            self._following.cancel()
+        for task in (self._following, self._watching):
+            if task is not None:
+                task.cancel()
+
+    async def _watch_ray(self) -> None:
+        """Ends the streams once Ray is lost; `serve` watches for itself."""
+        assert self._front_end is not None
+        assert self._following is not None
+        watch = RayWatch(self._spec.ray_parts)
+        while (lost := await asyncio.to_thread(watch.lost)) is None:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(PROBE_EVERY_S)
+        self._closed_because = lost
+        self._following.cancel()  # a scheduler that still answers is no hope
+        self._front_end.scheduler_lost(lost)
 
     def _model(self) -> ServedModel:
         return ServedModel.from_directory(

@@ -16,6 +16,7 @@ from typing import Any
 from cluster.config import ServeConfig
 from cluster.errors import BringUpError
 from cluster.ray_environment import state_directory
+from cluster.ray_watch import STORE_LOST_AFTER_S, RayPart, parts_of_ray
 from cluster.stop_signals import SIGNALS
 
 RESOURCE = "slipstream"
@@ -74,8 +75,12 @@ class JoinedRay:
         cores = int(min(offer.get("CPU", 0) for offer in resources))
         return replace(config, device=device, threads=config.threads or max(1, cores // workers_per_node))
 
-    def stop(self) -> None:
-        """Leave. The actors and the placement group of this process go with it."""
+    def parts(self) -> tuple[RayPart, ...]:
+        """What is to be watched of it."""
+        return parts_of_ray(store_lost_after_s=STORE_LOST_AFTER_S)
+
+    def stop(self, *, is_whole: bool = True) -> None:
+        """Leave. The actors and the placement group of this process go with it; if not `is_whole`, once Ray notices."""
         import ray
 
         ray.shutdown()

@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.errors import BringUpError
 from cluster.processes import command_line, descendants, end, identify
 from cluster.ray_environment import prepare
+from cluster.ray_watch import LOST_AFTER_S, RayPart, parts_of_ray
 from cluster.stop_signals import SIGNALS
 
 NAMESPACE = "slipstream"
@@ -68,16 +69,28 @@ class LocalRay:
         return self._directory
 
     def processes(self) -> list[tuple[int, int]]:
-        """(pid, started_at) of every process of this cluster."""
-        roots = [pid for pid in descendants(os.getpid()) if str(self._directory) in command_line(pid)]
+        """(pid, started_at) of every process of this cluster, those included whose raylet was killed."""
+        roots = [pid for pid in descendants(os.getpid()) if self._owns(command_line(pid))]
         pids = dict.fromkeys(pid for root in roots for pid in (root, *descendants(root)))
         return identify(pids)
 
-    def stop(self) -> None:
-        """End every process of it and remove its files. Again: nothing."""
+    def parts(self) -> tuple[RayPart, ...]:
+        """What is to be watched of it."""
+        return parts_of_ray(store_lost_after_s=LOST_AFTER_S)
+
+    def stop(self, *, is_whole: bool = True) -> None:
+        """End every process of it and remove its files. Again: nothing.
+
+        Not `is_whole`: Ray's own processes are gone, and the others wait for them in vain.
+        """
         import ray
 
         processes = self.processes()
+        if not is_whole:
+            end(processes, 0.0)
         ray.shutdown()
         end(processes, GRACE_S)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _owns(self, command: str) -> bool:
+        return str(self._directory) in command or command.startswith("ray::")  # one cluster at a time in a process

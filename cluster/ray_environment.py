@@ -27,7 +27,8 @@ def prepare() -> None:
         raise RuntimeError(f"ray was imported before {__name__}.prepare was called: it would run without a token")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve the very processes that serve
-    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "A worker died or was killed"  # said on stdout, which is for answers
+    # Said on stdout, which is for answers.
+    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "A worker died or was killed|Raylet is terminated|has been marked dead"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # silences a warning about its next version
     os.environ[AUTH_MODE] = "token"
     os.environ[TOKEN_PATH] = str(_token_file())

@@ -1,82 +1,25 @@
 """`slipstream serve` as a user runs it: ready, asked, stopped, and what is left when it is killed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
 from cluster.client import Client
-from cluster.processes import wait_until_gone
-from tests import tiny_tokenizer
-from tests.tiny_model import save_tiny_model
+from tests.serve_process import ServeProcess, serve_process
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
-FLAGS = ["--port", "0", "--max-num-seqs", "4", "--threads", "1", "--data-parallel-size", "2"]
-
-
-@dataclass(slots=True)
-class Served:
-    """One `slipstream serve` and its own home, so that other deployments are out of sight."""
-
-    home: Path
-    process: subprocess.Popen[str]
-    address: str = ""
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cluster.cli", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env=_environment(self.home), check=False
-        )
-
-    def left_behind(self) -> Callable[[], list[object]]:
-        """What is still there, when called, of all that it wrote down that it started and made."""
-        [record] = (self.home / "slipstream").glob("*.json")
-        written = json.loads(record.read_text())
-        processes = [(pid, start) for pid, start in written["processes"]]
-        assert len(processes) > 4
-        paths = [record, Path(written["directory"])]
-        return lambda: [*wait_until_gone(processes, 0.0), *(path for path in paths if path.exists())]
-
-
-def _environment(home: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_STATE_HOME": str(home)}
-
-
-def _ready_line(out: IO[str]) -> str:
-    for line in out:
-        if line.startswith("ready "):
-            return line.removeprefix("ready ").strip()
-    raise AssertionError("serve ended without being ready")
-
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    save_tiny_model(tmp_path / "model")
-    tiny_tokenizer.save(tmp_path / "model")
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", str(tmp_path / "model"), *FLAGS]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment(tmp_path / "home")
-    )
-    assert process.stdout is not None
-    with process, process.stdout:
-        served = Served(tmp_path / "home", process)
-        try:
-            served.address = _ready_line(process.stdout)
-            yield served
-        finally:
-            process.terminate()
-            process.wait(60)
+def served(tmp_path: Path) -> Iterator[ServeProcess]:
+    with serve_process(tmp_path, "--data-parallel-size", "2") as served:
+        yield served
 
 
-def test_serve_answers_tells_its_status_and_goes_down_without_a_trace(served: Served) -> None:
+def test_serve_answers_tells_its_status_and_goes_down_without_a_trace(served: ServeProcess) -> None:
     with Client(served.address) as client:
         answer = client.generate([5, 6, 7], max_tokens=24, temperature=0.0, ignore_eos=True).result()
     assert len(answer.token_ids) == 24
@@ -101,7 +44,7 @@ def test_serve_answers_tells_its_status_and_goes_down_without_a_trace(served: Se
     assert served.run("down").returncode == 2
 
 
-def test_down_ends_what_a_killed_server_left(served: Served) -> None:
+def test_down_ends_what_a_killed_server_left(served: ServeProcess) -> None:
     left_behind = served.left_behind()
     served.process.send_signal(signal.SIGKILL)
     served.process.wait(10)
