@@ -7,7 +7,7 @@ a timeout: a stream opened and left silent costs little, and not for long.
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -63,8 +63,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except StreamError as error:
             self.num_refused[error.code] += 1
             return _refusing(error)
-        if handler.request_streaming or not _is_asynchronous(_behavior(handler)):
-            return handler  # the latter are generated defaults, which answer UNIMPLEMENTED
+        if not _is_asynchronous(_behavior(handler)):
+            return handler  # a generated default, which answers UNIMPLEMENTED
         return self._patient(handler, method, caller)
 
     def admits(self, method: str, token: str | None) -> bool:
@@ -95,34 +95,67 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         raise StreamError("UNAUTHENTICATED", "the token is not known")
 
     def _patient(self, handler: Any, method: str, caller: Caller) -> Any:
-        """The same method, its one message read by us: gRPC itself would wait for it without end."""
-        behavior, deserialize = _behavior(handler), handler.request_deserializer
+        """The same method, its first message awaited by us: gRPC itself would wait for it without end."""
+        behavior = _behavior(handler)
 
         async def answer(_messages: Any, context: Any) -> None:
             _caller.set(caller)  # of this call's own task
+            messages = _Messages(context, lambda received: decoded(handler.request_deserializer, received, method))
             try:
                 async with asyncio.timeout(self._message_timeout_s):
-                    received = await context.read()
+                    await messages.read()
             except TimeoutError:
                 self.num_refused["DEADLINE_EXCEEDED"] += 1
                 late = f"no message came within {self._message_timeout_s:g} s"
                 await refuse(context, StreamError("DEADLINE_EXCEEDED", late))
-            if received is grpc.aio.EOF:
+            if handler.request_streaming:
+                await _respond(behavior(messages.rest(), context), handler, context)
+            elif messages.newest is not None:
+                await _respond(behavior(messages.newest, context), handler, context)
+            elif messages.error is None:
                 await refuse(context, ValueError("the call ended before its message"))
-            try:
-                message = decoded(deserialize, received, method)
-            except ValueError as error:
-                await refuse(context, error)
-            if inspect.isasyncgenfunction(behavior):
-                async with aclosing(behavior(message, context)) as responses:
-                    async for response in responses:
-                        await context.write(response)
-                return
-            response = await behavior(message, context)
-            if not handler.response_streaming:
-                await context.write(response)
+            if messages.error is not None:
+                await refuse(context, messages.error)
 
         return grpc.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+
+class _Messages:
+    """The messages of one call. They end before the first that is none, which `error` tells of."""
+
+    def __init__(self, context: Any, decode: Callable[[bytes], Any]) -> None:
+        self._context, self._decode = context, decode
+        self.newest: Any = None  # None: they have ended
+        self.error: ValueError | None = None
+
+    async def read(self) -> None:
+        """Waits for the next one."""
+        self.newest = None
+        received = await self._context.read()
+        if received is grpc.aio.EOF:
+            return
+        try:
+            self.newest = self._decode(received)
+        except ValueError as error:
+            self.error = error
+
+    async def rest(self) -> AsyncIterator[Any]:
+        """The newest, and those that follow it."""
+        while self.newest is not None:
+            yield self.newest
+            await self.read()
+
+
+async def _respond(answer: Any, handler: Any, context: Any) -> None:
+    """Writes what a method answers: an asynchronous generator, or one response to await."""
+    if inspect.isasyncgen(answer):
+        async with aclosing(answer) as responses:
+            async for response in responses:
+                await context.write(response)
+        return
+    response = await answer
+    if not handler.response_streaming:
+        await context.write(response)
 
 
 def in_services(names: Iterable[str]) -> Callable[[str], bool]:
@@ -139,6 +172,8 @@ def _refusing(error: StreamError) -> Any:
 
 
 def _behavior(handler: Any) -> Any:
+    if handler.request_streaming:
+        return handler.stream_stream if handler.response_streaming else handler.stream_unary
     return handler.unary_stream if handler.response_streaming else handler.unary_unary
 
 

@@ -1,4 +1,4 @@
-"""The gRPC server of one front end: one port with both protocols, administration, health and reflection."""
+"""The gRPC server of one front end: one port with every protocol, administration, health and reflection."""
 
 import asyncio
 import resource
@@ -11,26 +11,32 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
-from cluster import admin_service, inference_service, vllm_service
+from cluster import admin_service, inference_service, kserve_service, vllm_service
 from cluster.admin_service import AdminServicer
 from cluster.errors import ConfigError
 from cluster.guard import Guard, in_services
 from cluster.inference_service import InferenceServicer
+from cluster.kserve_service import KServeServicer
 from cluster.loopback import host_port, is_loopback
 from cluster.serving import Serving, State
 from cluster.tls import TlsFiles, server_credentials
 from cluster.tokens import TokenFile
 from cluster.vllm_service import VllmServicer
-from protos import slipstream_pb2_grpc
+from protos import kserve_pb2_grpc, slipstream_pb2_grpc
 
 AUTH_FLAG, ADMIN_FLAG = "--auth-token-file", "--admin-token-file"
-VLLM_HEALTH_METHOD = f"/{vllm_service.SERVICE_NAME}/HealthCheck"
+# Health in the other protocols.
+HEALTH_METHODS = (
+    f"/{vllm_service.SERVICE_NAME}/HealthCheck",
+    *(f"/{kserve_service.SERVICE_NAME}/{name}" for name in ("ServerLive", "ServerReady")),
+)
 # Of operators too, in the other protocol.
 VLLM_ADMIN_METHODS = tuple(
     f"/{vllm_service.SERVICE_NAME}/{name}" for name in ("FlushCache", "StartProfile", "StopProfile")
 )
-SERVICE_NAMES = (vllm_service.SERVICE_NAME, inference_service.SERVICE_NAME, admin_service.SERVICE_NAME)
-
+SERVICE_NAMES = tuple(
+    service.SERVICE_NAME for service in (vllm_service, kserve_service, inference_service, admin_service)
+)
 
 _in_admin, _in_health = in_services([admin_service.SERVICE_NAME]), in_services([health.SERVICE_NAME])
 
@@ -92,6 +98,7 @@ class Server:
         )
         slipstream_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
         slipstream_pb2_grpc.add_AdminServicer_to_server(AdminServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KServeServicer(self._serving), self._server)  # type: ignore[no-untyped-call]
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmServicer(self._serving), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflected = (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -137,7 +144,7 @@ class Server:
             tokens=None if auth is None else TokenFile(auth, flag=AUTH_FLAG),
             admin_tokens=None if admin is None else TokenFile(admin, flag=ADMIN_FLAG),
             admin=lambda method: _in_admin(method) or method in VLLM_ADMIN_METHODS,
-            exempt=lambda method: _in_health(method) or method == VLLM_HEALTH_METHOD,
+            exempt=lambda method: _in_health(method) or method in HEALTH_METHODS,
             message_timeout_s=self._config.message_timeout_s,
         )
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from cluster.call import Call, StreamError
@@ -14,6 +15,7 @@ from cluster.text import Tokenizer
 from cluster.tokens import Caller
 from cluster.validate import ClientRequest, checked
 
+HEALTH_TIMEOUT_S = 2.0
 RETRY_AFTER_MS = 1000
 SLOWEST_READER_S = 60.0
 
@@ -42,6 +44,7 @@ class Serving:
         self.model = model
         self.tokenizer = tokenizer
         self.slowest_reader_s = slowest_reader_s
+        self.version = _version()
         self.state = State.STARTING
         self.started_s = time.monotonic()
         self.last_request_s = 0.0  # wall clock; 0: none yet
@@ -65,6 +68,17 @@ class Serving:
             request = replace(request, tenant=caller.tenant, request_id=caller.scoped(request.request_id))
         self._check_concurrency(caller, request.request_id, request.n)
         return self.front_end.open(request)
+
+    async def why_not_ready(self) -> str | None:
+        """Why requests would not be answered now; None when they would: it takes them and the scheduler answers."""
+        if self.state is not State.SERVING:
+            return f"the server is {self.state.value}"
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self.front_end.scheduler_stats()
+        except (ConnectionError, TimeoutError) as error:
+            return f"the scheduler does not answer: {error}"
+        return None
 
     async def write(self, context: Any, message: Any) -> None:
         """Waits while flow control holds a slow reader's stream back, but not without end. Raises StreamError."""
@@ -97,3 +111,10 @@ class Serving:
                 f"this tenant's limit is {caller.max_concurrent} choices at once",
                 RETRY_AFTER_MS,
             )
+
+
+def _version() -> str:
+    try:
+        return version("slipstream")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"

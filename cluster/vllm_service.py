@@ -12,7 +12,6 @@ import time
 import zipfile
 from contextlib import aclosing
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from cluster.status import refuse, timeout_of
 from cluster.validate import ClientRequest, ClientSampling
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-HEALTH_TIMEOUT_S = 2.0
 CHUNK_BYTES = 64 * 1024
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"),
@@ -77,14 +75,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
 
     async def HealthCheck(self, message: Any, context: Any) -> Any:
         """Healthy while requests are taken and the scheduler answers."""
-        if self._serving.state is not State.SERVING:
-            return pb.HealthCheckResponse(healthy=False, message=f"the server is {self._serving.state.value}")
-        try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                await self._serving.front_end.scheduler_stats()
-        except (ConnectionError, TimeoutError) as error:
-            return pb.HealthCheckResponse(healthy=False, message=f"the scheduler does not answer: {error}")
-        return pb.HealthCheckResponse(healthy=True, message="serving")
+        why_not = await self._serving.why_not_ready()
+        return pb.HealthCheckResponse(healthy=why_not is None, message=why_not or "serving")
 
     async def GetModelInfo(self, message: Any, context: Any) -> Any:
         """The model's names, limits and special tokens."""
@@ -129,7 +121,7 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         load = self._load(stats)
         wanted = [load] if not message.HasField("dp_rank") or message.dp_rank == 0 else []
         timestamp = datetime.now(UTC).isoformat()
-        return pb.GetLoadsResponse(timestamp=timestamp, version=_version(), dp_rank_count=1, loads=wanted)
+        return pb.GetLoadsResponse(timestamp=timestamp, version=self._serving.version, dp_rank_count=1, loads=wanted)
 
     async def GetTokenizer(self, message: Any, context: Any) -> None:
         """The tokenizer's files as a zip archive in chunks, its sha256 on the last."""
@@ -326,10 +318,3 @@ def bundle(directory: Path) -> Bundle:
 
 async def _unimplemented(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not implemented by this server")
-
-
-def _version() -> str:
-    try:
-        return version("slipstream")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0"

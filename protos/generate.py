@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = {"slipstream": ("python", "pyi", "grpc_python"), "worker": ("python", "pyi")}
-STUBS = (
-    *("protos/slipstream_pb2.py", "protos/slipstream_pb2.pyi", "protos/slipstream_pb2_grpc.py"),
-    *("protos/worker_pb2.py", "protos/worker_pb2.pyi"),
-)
+KINDS = {
+    "slipstream": ("python", "pyi", "grpc_python"),
+    "kserve": ("python", "pyi", "grpc_python"),
+    "worker": ("python", "pyi"),
+}
+SUFFIXES = {"python": "_pb2.py", "pyi": "_pb2.pyi", "grpc_python": "_pb2_grpc.py"}
+STUBS = tuple(f"protos/{name}{SUFFIXES[kind]}" for name, kinds in KINDS.items() for kind in kinds)
 
 
 def generate(directory: Path) -> None:
