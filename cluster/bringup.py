@@ -209,6 +209,7 @@ class Deployment:
             WorkerActor,
             spec,
             GrpcTransport() if self.config.transport == "grpc" else None,
+            self.config.logs,
             name=spec.worker_id,
             num_cpus=1,
             num_gpus=1 if spec.device == "cuda" else 0,
@@ -238,6 +239,7 @@ class Deployment:
             self.config.record_events,
             [str(self.config.faults)] if self.config.faults.any else [],
             self.config.max_waiting_tokens or QUEUE_POOLS * pool_tokens,
+            self.config.logs,
             name="scheduler",
             num_cpus=0,
             max_restarts=-1,
@@ -262,6 +264,7 @@ class Deployment:
             max_num_seqs=self.config.max_num_seqs * len(self.sizes.workers),
             dtype=self.sizes.dtype,
             seed=self.config.seed,
+            logs=self.config.logs,
             ray_parts=self.ray.parts(),
         )
         actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=-1, **self._here())

@@ -55,6 +55,7 @@ class Call:
     seed: int
     deadline_s: float | None  # on the loop's clock
     opened_s: float = 0.0  # on the loop's clock
+    traceparent: str | None = None  # of the client's span
     choices: list[Choice] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     error: StreamError | None = None

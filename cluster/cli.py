@@ -1,6 +1,7 @@
 """The command line. Errors a user can cause are one line on stderr and exit code 2; stdout is for answers."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from cluster.client import Client
 
 WAIT_S = 0.5
+log = logging.getLogger("cluster.cli")
 
 app = typer.Typer(
     name="slipstream",
@@ -91,6 +93,10 @@ def serve(
     num_front_ends: Annotated[int, typer.Option(help="On ports counted up from --port.")] = DEFAULTS.num_front_ends,
     address: Annotated[str | None, typer.Option(help="HOST:PORT or auto: join this running Ray cluster.")] = None,
     transport: Annotated[str, typer.Option(help="To workers: ray (actor calls) or grpc.")] = DEFAULTS.transport,
+    log_format: Annotated[str, typer.Option(help="text or json: one object a line.")] = DEFAULTS.log_format,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = DEFAULTS.log_level,
+    log_file: Annotated[str | None, typer.Option(help="Of every process; default: each one's stderr.")] = None,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what requests ask, too.")] = False,
     worker_down_after_s: Annotated[
         float, typer.Option(help="Silence after which a worker is lost.")
     ] = DEFAULTS.worker_down_after_s,
@@ -104,7 +110,7 @@ def serve(
         str | None, typer.Option(help="For tests: EVERY_S:FOR_S, how often and how long a worker is cut off.")
     ] = None,
     fault_seed: Annotated[int, typer.Option(help="Of all of these.")] = 0,
-) -> None:
+) -> int:
     """Serve a model over gRPC until Ctrl-C; prints `ready HOST:PORT` when it answers."""
     flags = dict(locals())
     speculative = SpeculativeConfig.from_json(flags.pop("speculative_config"))
@@ -113,11 +119,18 @@ def serve(
     config = ServeConfig(speculative=speculative, faults=faults, **flags)
     if http is not None and (tls_cert is not None or auth_token_file is not None):
         raise ConfigError("--http speaks neither TLS nor tokens: run smg yourself in front of such a deployment")
+    config.logs("serve")
     with StopSignals():
         try:
             _serve(config, http)
         except KeyboardInterrupt:
-            return
+            pass
+        except (BringUpError, ConfigError) as error:
+            if not config.logs.is_for_machines:
+                raise
+            log.error(str(error))
+            return 2 if isinstance(error, ConfigError) else 1
+    return 0
 
 
 def _serve(config: ServeConfig, http: int | None) -> None:
@@ -129,7 +142,7 @@ def _serve(config: ServeConfig, http: int | None) -> None:
     adopt_orphans()
     if http is not None:
         check_http(config.host, http)
-    display = Display()
+    display = Display(as_log=config.logs.is_for_machines)
     with display:
         directory = resolve_model(config.model, display)
         deployment = Deployment(config, directory, display.phase)

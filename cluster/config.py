@@ -6,9 +6,11 @@ Names are those of vLLM's flags. Knows nothing about the model's files or the ma
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cluster.errors import ConfigError
 from cluster.faults import Faults
+from cluster.logs import FORMATS, LEVELS, LogConfig
 from cluster.loopback import is_loopback
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -148,6 +150,10 @@ class ServeConfig:
     num_front_ends: int = 1
     transport: str = "ray"  # of steps between the scheduler and its workers
     faults: Faults = field(default_factory=Faults)  # between the scheduler and its workers
+    log_format: str = "text"
+    log_level: str = "info"
+    log_file: str | None = None  # of every process; None: each one's stderr, which Ray keeps for actors
+    log_prompts: bool = False
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
     worker_hung_after_s: float = 20.0  # silent for so long more: its process is ended
@@ -169,6 +175,12 @@ class ServeConfig:
         self.speculative.check()
         self.faults.check()
         self._check_security()
+
+    @property
+    def logs(self) -> LogConfig:
+        """For every process of the deployment."""
+        file = None if self.log_file is None else str(Path(self.log_file).absolute())
+        return LogConfig(format=self.log_format, level=self.log_level, file=file, prompts=self.log_prompts)
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -195,6 +207,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scheduling_policy": POLICIES,
     "block_size": BLOCK_SIZES,
     "transport": TRANSPORTS,
+    "log_format": FORMATS,
+    "log_level": LEVELS,
 }
 RANGES: dict[str, tuple[float, float | None]] = {
     "max_model_len": (2, None),

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import ray
@@ -12,10 +12,12 @@ from ray.actor import ActorHandle
 from cluster.admin_service import VIEW_METHOD
 from cluster.frontend import FrontEnd
 from cluster.link import RaySchedulerLink
+from cluster.logs import LogConfig
 from cluster.metrics import Metrics
 from cluster.metrics_server import MetricsConfig, MetricsServer
 from cluster.page import Page
 from cluster.ray_watch import PROBE_EVERY_S, RayPart, RayWatch
+from cluster.request_log import RequestLog
 from cluster.served_model import ServedModel
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
@@ -40,6 +42,7 @@ class FrontEndSpec:
     max_num_seqs: int  # running at once on all workers
     dtype: str
     seed: int | None  # of the seeds drawn for requests that bring none; None: of the system
+    logs: LogConfig = field(default_factory=LogConfig)
     ray_parts: tuple[RayPart, ...] = ()  # without which there is no scheduler for long
 
 
@@ -48,6 +51,7 @@ class FrontEndActor:
 
     def __init__(self, spec: FrontEndSpec) -> None:
         self._spec = spec
+        spec.logs(spec.name)
         self._front_end: FrontEnd | None = None
         self._server: Server | None = None
         self._metrics: MetricsServer | None = None
@@ -66,7 +70,11 @@ class FrontEndActor:
         """
         link = RaySchedulerLink(scheduler)
         self._front_end = FrontEnd(
-            link, name=self._spec.name, tokenizer=self._tokenizer, draw_seed=_seeds(self._spec.seed, self._spec.name)
+            link,
+            name=self._spec.name,
+            tokenizer=self._tokenizer,
+            draw_seed=_seeds(self._spec.seed, self._spec.name),
+            observers=[RequestLog(self._tokenizer, prompts=self._spec.logs.prompts)],
         )
         me = ray.get_runtime_context().current_actor
         connection = await link.connect(self._front_end, me)

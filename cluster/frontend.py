@@ -77,6 +77,30 @@ class SchedulerLink(Protocol):
         ...
 
 
+class RequestObserver(Protocol):
+    """Told of each request's life in this front end, at once and on its loop: it must not block."""
+
+    def rejected(self, request_id: str, error: StreamError | ValueError) -> None:
+        """It was not taken."""
+        ...
+
+    def opened(self, call: Call) -> None:
+        """It was taken."""
+        ...
+
+    def first_token(self, call: Call, choice: Choice, now_s: float) -> None:
+        """Of one choice."""
+        ...
+
+    def resubmitted(self, call: Call, choice: Choice) -> None:
+        """Something was lost: it goes on as another attempt."""
+        ...
+
+    def closed(self, call: Call, now_s: float) -> None:
+        """It is over, for its reader too."""
+        ...
+
+
 class SchedulerUnavailable(ConnectionError):
     """The scheduler cannot be reached now. Open streams wait until it comes back or is given up."""
 
@@ -92,9 +116,11 @@ class FrontEnd:
         tokenizer: Tokenizer | None = None,
         gap_timeout_s: float = GAP_TIMEOUT_S,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         """draw_seed: unsigned 64 bit, for requests that bring none."""
         self.name = name
+        self.observers = observers
         self._link = link
         self._tokenizer = tokenizer
         self._gap_timeout_s = gap_timeout_s
@@ -120,17 +146,22 @@ class FrontEnd:
 
     # ---- for the services ----
 
-    def open(self, request: TextRequest) -> Call:
-        """Submits a request. Raises StreamError: ALREADY_EXISTS when its id is open here, or UNAVAILABLE."""
+    def open(self, request: TextRequest, *, traceparent: str | None = None) -> Call:
+        """Submits a request. Raises StreamError: ALREADY_EXISTS when its id is open here, or UNAVAILABLE.
+
+        traceparent: the client's span, as W3C writes it.
+        """
         if self._lost is not None:
             raise StreamError("UNAVAILABLE", self._lost)
         self._make_room(request)
         seed = request.seed if request.seed is not None else self._draw_seed()
         now_s = asyncio.get_running_loop().time()
         deadline_s = None if request.timeout_s is None else now_s + request.timeout_s
-        call = Call(request, seed, deadline_s, opened_s=now_s)
+        call = Call(request, seed, deadline_s, opened_s=now_s, traceparent=traceparent)
         self._calls[request.request_id] = call
         self._num_started += 1
+        for observer in self.observers:
+            observer.opened(call)
         for index in range(request.n):
             choice = Choice(self._choice_request(call, index), index=index, text=self._output_text(request))
             call.choices.append(choice)
@@ -243,6 +274,7 @@ class FrontEnd:
             "num_requests": self._num_started,
             "num_resubmissions": self._num_resubmissions,
             "num_stale_tokens": self._num_stale_tokens,
+            "num_tasks": len(asyncio.all_tasks()),
         }
 
     async def drained(self) -> None:
@@ -335,6 +367,8 @@ class FrontEnd:
             num_before = choice.num_tokens
             taken = choice.take(offset, run, logprobs.get(row))
             if choice.num_tokens > num_before:
+                for observer in self.observers if choice.last_token_s is None else ():
+                    observer.first_token(call, choice, now_s)
                 self.latency.took(call, choice, choice.num_tokens - num_before, now_s)
             match taken:
                 case Taken.NEW:
@@ -423,6 +457,8 @@ class FrontEnd:
             call.fail(StreamError("UNAVAILABLE", f"tokens were lost {MAX_RESUBMISSIONS} times"))
             return
         self._num_resubmissions += 1
+        for observer in self.observers:
+            observer.resubmitted(call, choice)
         request = choice.next_attempt(self._new_stream())
         self._open[request.stream] = call, choice
         self._submit(call, choice)
@@ -476,7 +512,10 @@ class FrontEnd:
                 self._cancel(choice)
         if self._calls.get(call.request.request_id) is call:
             del self._calls[call.request.request_id]
-        self.latency.closed(call, asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        self.latency.closed(call, now_s)
+        for observer in self.observers:
+            observer.closed(call, now_s)
         self._call_closed.set()
 
     @staticmethod

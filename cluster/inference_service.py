@@ -8,7 +8,7 @@ from cluster.call import Call, StreamError, choice_seed
 from cluster.codec import Received, Start
 from cluster.guard import current_caller
 from cluster.serving import Serving
-from cluster.status import refuse, timeout_of
+from cluster.status import refuse, timeout_of, traceparent_of
 from protos import slipstream_pb2 as pb
 from protos import slipstream_pb2_grpc
 
@@ -24,7 +24,8 @@ class InferenceServicer(slipstream_pb2_grpc.InferenceServicer):
     async def Generate(self, message: Any, context: Any) -> None:
         """Streams until every choice ended. The client leaving cancels the request."""
         try:
-            call = await self._serving.open(codec.decode_generate_request(message, timeout_of(context)))
+            request = codec.decode_generate_request(message, timeout_of(context))
+            call = await self._serving.open(request, traceparent=traceparent_of(context))
             await self._stream(call, context)
         except (ValueError, StreamError) as error:
             await refuse(context, error)

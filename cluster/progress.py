@@ -4,12 +4,15 @@ On stderr, so that stdout holds answers only; without a terminal one plain line 
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+log = logging.getLogger(__name__)
 
 
 class Clock(TimeElapsedColumn):
@@ -28,7 +31,9 @@ class Clock(TimeElapsedColumn):
 class Display:
     """Enter it, then open phases and bars, one after the other or at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_log: bool = False) -> None:
+        """`as_log`: nothing is drawn, each phase and warning is a line of the log instead."""
+        self._as_log = as_log
         self._console = Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓"),
@@ -37,7 +42,7 @@ class Display:
             TaskProgressColumn(),
             Clock(),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=as_log or not self._console.is_terminal,
         )
 
     def __enter__(self) -> "Display":
@@ -56,7 +61,9 @@ class Display:
     @contextlib.contextmanager
     def bar(self, what: str, total: float | None) -> Iterator[Callable[[float], None]]:
         """Something of known length; tell it how much is done in all."""
-        if not self._console.is_terminal:
+        if self._as_log:
+            log.info(what)
+        elif not self._console.is_terminal:
             self._console.print(what, highlight=False)
         task = self._progress.add_task(what, total=total)
         yield lambda completed: self._progress.update(task, completed=completed)
@@ -66,4 +73,7 @@ class Display:
     def warn(self, warnings: Sequence[str]) -> None:
         """One line each, above what is in progress."""
         for warning in warnings:
+            if self._as_log:
+                log.warning(warning)
+                continue
             self._console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)

@@ -49,17 +49,22 @@ class Serving:
         self.started_s = time.monotonic()
         self.last_request_s = 0.0  # wall clock; 0: none yet
 
-    async def open(self, client: ClientRequest) -> Call:
-        """Checks and submits. Raises ValueError for a bad request, StreamError when it is not taken."""
+    async def open(self, client: ClientRequest, *, traceparent: str | None = None) -> Call:
+        """Checks and submits. Raises ValueError for a bad request, StreamError when it is not taken.
+
+        traceparent: the client's span, as W3C writes it.
+        """
         self.last_request_s = time.time()
         try:
-            return await self._open(client, current_caller())
+            return await self._open(client, current_caller(), traceparent)
         except (ValueError, StreamError) as error:
             code = error.code if isinstance(error, StreamError) else "INVALID_ARGUMENT"
             self.front_end.latency.num_failed[code] += 1
+            for observer in self.front_end.observers:
+                observer.rejected(client.request_id, error)
             raise
 
-    async def _open(self, client: ClientRequest, caller: Caller) -> Call:
+    async def _open(self, client: ClientRequest, caller: Caller, traceparent: str | None) -> Call:
         if self.state is not State.SERVING:
             raise StreamError("UNAVAILABLE", f"the server is {self.state.value}", RETRY_AFTER_MS)
         self._check_concurrency(caller, caller.scoped(client.request_id), 1)  # before any text is encoded
@@ -67,7 +72,7 @@ class Serving:
         if caller.tenant is not None:  # a token's tenant, whatever the request says
             request = replace(request, tenant=caller.tenant, request_id=caller.scoped(request.request_id))
         self._check_concurrency(caller, request.request_id, request.n)
-        return self.front_end.open(request)
+        return self.front_end.open(request, traceparent=traceparent)
 
     async def why_not_ready(self) -> str | None:
         """Why requests would not be answered now; None when they would: it takes them and the scheduler answers."""

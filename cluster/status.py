@@ -33,6 +33,12 @@ def timeout_of(context: Any) -> float | None:
     return None if remaining is None else float(remaining)
 
 
+def traceparent_of(context: Any) -> str | None:
+    """The client's span, as W3C's header of that name writes it; None without one."""
+    found = (value for name, value in context.invocation_metadata() or () if name == "traceparent")
+    return next((value for value in found if isinstance(value, str)), None)
+
+
 def decoded(deserialize: Callable[[bytes], Any], received: bytes, method: str) -> Any:
     """The message of these bytes. Raises ValueError when they are none."""
     try:

@@ -25,7 +25,7 @@ from cluster.call import Call, StreamError
 from cluster.choice import Finish, Logprobs, Output
 from cluster.codec import unknown_fields
 from cluster.serving import Serving, State
-from cluster.status import refuse, timeout_of
+from cluster.status import refuse, timeout_of, traceparent_of
 from cluster.validate import ClientRequest, ClientSampling
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
@@ -52,7 +52,8 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
     async def Generate(self, message: Any, context: Any) -> None:
         """Chunks with new tokens, then one complete message per choice; without `stream` only the latter."""
         try:
-            call = await self._serving.open(decode_request(message, timeout_of(context)))
+            request = decode_request(message, timeout_of(context))
+            call = await self._serving.open(request, traceparent=traceparent_of(context))
             await self._stream(call, message.stream, context)
         except (ValueError, StreamError) as error:
             await refuse(context, error)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from scheduler.events import (
 )
 from scheduler.record import RecordedScheduler
 from scheduler.request import RejectCode, Request
+from scheduler.state import RequestState
 from scheduler.stats import DurationCounter, SchedulerStats
 from scheduler.step import StepPlan, StepResult
 from scheduler.trail import Trail
@@ -147,11 +148,15 @@ class SchedulerActor:
         record_events: int = 0,
         notices: Sequence[str] = (),
         max_waiting_tokens: int | None = None,
+        logs: Callable[[str], None] | None = None,
     ) -> None:
         """`record_events`: how many events the core's log holds; 0 keeps none. `notices`: said in every `stats`.
 
         `max_waiting_tokens`: of all requests in the queue; beyond it a first attempt is RESOURCE_EXHAUSTED.
+        `logs` is called first, with the process's name: it configures what is logged here.
         """
+        if logs is not None:
+            logs("scheduler")
         self._core = RecordedScheduler(config, max_events=record_events) if record_events else Scheduler(config)
         self._workers = dict(workers)
         self._liveness = liveness or Liveness()
@@ -249,7 +254,12 @@ class SchedulerActor:
 
     async def stats(self) -> SchedulerStats:
         """A snapshot of the core's counters."""
-        return replace(self._core.stats(), queue_time=self._queue_time.snapshot(), notices=self.notices())
+        return replace(
+            self._core.stats(),
+            queue_time=self._queue_time.snapshot(),
+            notices=self.notices(),
+            num_tasks=len(asyncio.all_tasks()),
+        )
 
     async def view(self, after: int, frames: bool) -> dict[str, Any]:
         """What a live page draws, in plain values, with the steps that changed since `after`; `frames`: their rows."""
@@ -363,9 +373,19 @@ class SchedulerActor:
             state = self._core.requests.get(arrival.request_id)
             if state is not None and state.epoch == arrival.epoch:
                 request = state.request
+                self._log_seat(state, command.worker_id)
                 yield Seated(
                     front_end=request.front_end, stream=request.stream, attempt=request.attempt, fingerprint=fingerprint
                 )
+
+    @staticmethod
+    def _log_seat(state: RequestState, worker_id: str) -> None:
+        """A request lost its worker and goes on at another one: worth a line. All else is for who looks closely."""
+        fields = {"request_id": state.request.request_id, "attempt": state.request.attempt, "worker_id": worker_id}
+        if state.num_losses:
+            log.info("migrated", extra=fields)
+        else:
+            log.debug("seated", extra={**fields, "num_preemptions": state.num_preemptions})
 
     def _save_recording(self) -> None:
         """What led to a failure of the core stays on this machine, to be replayed."""

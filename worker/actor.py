@@ -5,9 +5,12 @@ Plans come by Ray's calls, or by a transport of another kind that listens in thi
 out at a time. `health` has a thread of its own and answers during a step. Knows no scheduler, only plans.
 """
 
+import logging
 import os
 import pickle
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,6 +27,8 @@ from worker.session import SessionQueue, StaleSession, StepError
 if TYPE_CHECKING:
     from worker.drafter import Drafter
     from worker.runner import Runner
+
+log = logging.getLogger(__name__)
 
 HEALTH_GROUP = "health"
 LOAD_GROUP = "load"
@@ -116,7 +121,12 @@ class StepRefused(RuntimeError):
 class WorkerActor:
     """One worker. `worker.session.SessionQueue` keeps the order, `worker.runner.Runner` does the work."""
 
-    def __init__(self, spec: WorkerSpec, transport: Transport | None = None) -> None:
+    def __init__(
+        self, spec: WorkerSpec, transport: Transport | None = None, logs: Callable[[str], None] | None = None
+    ) -> None:
+        """`logs` is called first, with the process's name: it configures what is logged here."""
+        if logs is not None:
+            logs(spec.worker_id)
         self._spec = spec
         self._transport = transport
         self._endpoint: Endpoint | None = None
@@ -130,7 +140,9 @@ class WorkerActor:
     def load(self) -> WorkerTraits:
         """Load the model unless that was done. `ValueError` says what is wrong with it."""
         if self._traits is None:
+            began_s = time.monotonic()
             runner, self._traits = build(self._spec, self._checkpoints)
+            log.info("loaded", extra={"num_blocks": self._traits.num_blocks, "took_s": time.monotonic() - began_s})
             self._drafter = runner.drafter
             self._queue = SessionQueue(runner)
         return self._traits
@@ -156,6 +168,7 @@ class WorkerActor:
             traits = self.load()
             assert self._queue is not None
             self._queue.begin(session)
+            log.info("registered", extra={"session": session})
             self._session = session
         if self._transport is not None and self._endpoint is None:
             self._endpoint = self._transport.listen(self, get_node_ip_address())
