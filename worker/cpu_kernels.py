@@ -14,19 +14,31 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from worker import amx
 from worker import vectors as v
 from worker.fetch import default_cache_dir
 from worker.vectors import FLOAT_BYTES, LANES
 
 # Decides a row's numbers, and where compiled code is kept: Numba itself would look for changes in this file only.
-SOURCE_HASH = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, v.__file__))).hexdigest()[:16]
+SOURCES = (__file__, v.__file__, amx.__file__)
+SOURCE_HASH = hashlib.sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()[:16]
 numba.config.CACHE_DIR = str(default_cache_dir() / "kernels" / SOURCE_HASH)
 
 FLOAT32 = np.float32(0)
-KINDS = {torch.bfloat16: np.int16(0), torch.float32: FLOAT32}
+BFLOAT16 = np.int16(0)
+INT8 = np.int8(0)  # of weights only
+KINDS = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 VECTOR_BYTES = LANES * FLOAT_BYTES
 MINUS_INFINITY = np.float32(-np.inf)
 INT8_ROWS = 16  # rows that stay in a core's cache while the weights pass
+PANEL = 32  # columns of a weight that lie together for AMX tiles: two tiles
+PANEL_BYTES = PANEL * FLOAT_BYTES
+DEPTH = 32  # bfloat16 along the inputs in a tile
+ROW_BLOCK = 2 * amx.TILE_ROWS
+FEW_ROWS = 4
+_products_1, _products_2, _products_3, _products_4 = (
+    v.tile_order_products(rows, PANEL // LANES) for rows in range(1, FEW_ROWS + 1)
+)
 ZERO, ONE = np.float32(0), np.float32(1)
 
 
@@ -152,6 +164,149 @@ def _int8_columns(kind, x, weight, scale, bias, out, num_rows, in_features, out_
                     for i in range(4):
                         to = out + ((row + i) * out_features + column + j) * item
                         v.store_one(kind, to, tile[4 * i + j] * factor + term)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def tile_linear(
+    kind, x, weight, scale, bias, out, num_rows, in_features, out_features, configurations, scratch, num_threads
+):  # fmt: skip
+    """out [rows, out] = x [rows, in] @ weight.T * scale + bias (0: none) on AMX tiles; x and out bfloat16.
+
+    kind: of the weight: BFLOAT16, which lies as [out / 32, in / 2, 32, 2], or INT8, as [out / 32, in, 32]. scale and
+    bias [out] float32.
+    configurations: [33, 64] uint8, of the tiles for each number of rows in a block. scratch: `tile_scratch` bytes
+    for each thread. in and out are multiples of 32.
+    """
+    num_panels = out_features // PANEL
+    share = -(-num_panels // num_threads)
+    for part in prange(num_threads):
+        _tile_panels(
+            kind, x, weight, scale, bias, out, num_rows, in_features, out_features, configurations,
+            scratch + part * tile_scratch(in_features), part * share, min((part + 1) * share, num_panels),
+        )  # fmt: skip
+
+
+@njit(cache=True, inline="always")
+def tile_scratch(in_features):
+    """Bytes that one thread of `tile_linear` needs: a block's sums, and a panel of the weight or few rows widened."""
+    return ROW_BLOCK * PANEL_BYTES + PANEL * in_features * 2
+
+
+@njit(cache=True, nogil=True)
+def _tile_panels(
+    kind, x, weight, scale, bias, out, num_rows, in_features, out_features, configurations, scratch, first, last
+):  # fmt: skip
+    sums, widened = scratch, scratch + ROW_BLOCK * PANEL_BYTES
+    v.ignore_denormals(sums)  # as tiles do
+    if isinstance(kind, np.int8):
+        if num_rows <= FEW_ROWS:
+            _few_rows(x, weight, scale, bias, out, num_rows, in_features, out_features, sums, widened, first, last)
+        else:
+            amx.configure(configurations + min(num_rows, ROW_BLOCK) * amx.CONFIG_BYTES)
+            for panel in range(first, last):
+                _widen_panel(weight + panel * PANEL * in_features, widened, in_features)
+                _tile_panel(
+                    x, widened, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel
+                )
+            amx.release()
+    else:
+        amx.configure(configurations + min(num_rows, ROW_BLOCK) * amx.CONFIG_BYTES)
+        for panel in range(first, last):
+            columns = weight + panel * PANEL * in_features * 2
+            _tile_panel(x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel)
+        amx.release()
+    v.heed_denormals(sums)
+
+
+@njit(cache=True, nogil=True)
+def _tile_panel(
+    x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel
+):  # fmt: skip
+    """All rows by one panel; tiles are configured for the first block of rows, and are left so."""
+    for row in range(0, num_rows, ROW_BLOCK):
+        count = min(num_rows - row, ROW_BLOCK)
+        if row > 0 and count < ROW_BLOCK:
+            amx.configure(configurations + count * amx.CONFIG_BYTES)
+        _tile_products(x + row * in_features * 2, columns, sums, count, in_features)
+        _write_sums(sums, scale, bias, out, row, count, panel * PANEL, out_features)
+    if num_rows > ROW_BLOCK and num_rows % ROW_BLOCK > 0:
+        amx.configure(configurations + ROW_BLOCK * amx.CONFIG_BYTES)
+
+
+@njit(cache=True, nogil=True)
+def _widen_panel(source, target, in_features):
+    """int8 [in, 32] becomes bfloat16 [in / 2, 32, 2]."""
+    for k in range(0, in_features, 2):
+        for i in range(0, PANEL, LANES):
+            at = source + k * PANEL + i
+            v.widen_int8_pairs(at, at + PANEL, target + (k * PANEL + 2 * i) * 2)
+
+
+@njit(cache=True, nogil=True)
+def _few_rows(x, weight, scale, bias, out, num_rows, in_features, out_features, sums, rows, first, last):
+    """Up to 4 rows by panels of int8, each weight used as it is widened; the bits of tiles, at half their price."""
+    row_bytes = in_features * FLOAT_BYTES
+    for i in range(0, num_rows * in_features, LANES):
+        v.store(FLOAT32, rows + i * FLOAT_BYTES, v.load(BFLOAT16, x + i * 2))
+    for panel in range(first, last):
+        columns = weight + panel * PANEL * in_features
+        if num_rows == 1:
+            _products_1(rows, row_bytes, columns, in_features, sums)
+        elif num_rows == 2:
+            _products_2(rows, row_bytes, columns, in_features, sums)
+        elif num_rows == 3:
+            _products_3(rows, row_bytes, columns, in_features, sums)
+        else:
+            _products_4(rows, row_bytes, columns, in_features, sums)
+        _write_sums(sums, scale, bias, out, 0, num_rows, panel * PANEL, out_features)
+
+
+@njit(cache=True, nogil=True)
+def _tile_products(x, columns, sums, num_rows, in_features):
+    """sums [rows, 32] float32 = up to 32 rows of x by one panel."""
+    row_bytes = in_features * 2
+    x_b, sums_b = x + amx.TILE_ROWS * row_bytes, sums + amx.TILE_ROWS * PANEL_BYTES
+    amx.zero_a0()
+    amx.zero_a1()
+    if num_rows <= amx.TILE_ROWS:
+        for k in range(0, in_features, DEPTH):
+            amx.load_rows_a(x + k * 2, row_bytes)
+            amx.load_columns_0(columns + k * 2 * PANEL, PANEL_BYTES)
+            amx.load_columns_1(columns + k * 2 * PANEL + amx.TILE_BYTES, PANEL_BYTES)
+            amx.multiply_a0()
+            amx.multiply_a1()
+    else:
+        amx.zero_b0()
+        amx.zero_b1()
+        for k in range(0, in_features, DEPTH):
+            amx.load_columns_0(columns + k * 2 * PANEL, PANEL_BYTES)
+            amx.load_columns_1(columns + k * 2 * PANEL + amx.TILE_BYTES, PANEL_BYTES)
+            amx.load_rows_a(x + k * 2, row_bytes)
+            amx.multiply_a0()
+            amx.multiply_a1()
+            amx.load_rows_b(x_b + k * 2, row_bytes)
+            amx.multiply_b0()
+            amx.multiply_b1()
+        amx.store_b0(sums_b, PANEL_BYTES)
+        amx.store_b1(sums_b + amx.TILE_BYTES, PANEL_BYTES)
+    amx.store_a0(sums, PANEL_BYTES)
+    amx.store_a1(sums + amx.TILE_BYTES, PANEL_BYTES)
+
+
+@njit(cache=True, nogil=True)
+def _write_sums(sums, scale, bias, out, first_row, num_rows, first_column, out_features):
+    """Rows of a panel into out [.., out] bfloat16, scaled and shifted by column if there is a scale or a bias."""
+    for i in range(0, PANEL, LANES):
+        column = first_column + i
+        factor = v.load(FLOAT32, scale + column * FLOAT_BYTES) if scale != 0 else v.splat(ONE)
+        term = v.load(FLOAT32, bias + column * FLOAT_BYTES) if bias != 0 else v.splat(ZERO)
+        for row in range(num_rows):
+            value = v.load(FLOAT32, sums + row * PANEL_BYTES + i * FLOAT_BYTES)
+            if scale != 0:
+                value = v.mul(value, factor)
+            if bias != 0:
+                value = v.add(value, term)
+            v.store(BFLOAT16, out + ((first_row + row) * out_features + column) * 2, value)
 
 
 @njit(cache=True, nogil=True)

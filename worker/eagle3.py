@@ -21,9 +21,10 @@ from worker.batch import Batch
 from worker.drafter import Drafter, VerifiedStep, draft_tokens
 from worker.eagle3_checkpoint import HeadConfig, read_head
 from worker.frames import Frame, gather_batch
-from worker.linear import Linear, padded_rows
+from worker.linear import padded_rows
 from worker.model import Model, attention_backend, fused
 from worker.operators import RMSNorm, rotate, silu_mul
+from worker.products import dense
 from worker.rope import Rope
 from worker.rows import RowState
 from worker.weights import read_weights
@@ -68,7 +69,7 @@ class Eagle3Head:
         self._embedding = weights["embed_tokens.weight"]
         self._states_norm = norm("input_norm")
         self._state_norms = [needed(f"fc_norm.{i}") for i in range(config.num_states)] if config.fc_norm else []
-        product = partial(fused, Linear, weights)
+        product = partial(fused, dense, weights)
         self._fc = product("fc")
         self._embedding_norm, self._hidden_norm = needed("layers.0.input_layernorm"), needed("layers.0.hidden_norm")
         self._qkv = product(*(f"layers.0.self_attn.{name}_proj" for name in "qkv"))
@@ -78,6 +79,9 @@ class Eagle3Head:
         self._gate_up = product("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")
         self._down = product("layers.0.mlp.down_proj")
         self._norm, self._head = needed("norm"), product("lm_head")
+        self._pads_rows = any(
+            linear.pads_rows for linear in (self._fc, self._qkv, self._output, self._gate_up, self._down, self._head)
+        )
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states [n, num_states * target_hidden_size] as what the layer reads: [n, hidden_size]."""
@@ -91,7 +95,7 @@ class Eagle3Head:
     def forward(self, features: torch.Tensor, batch: Batch) -> torch.Tensor:
         """One pair per token of the batch; [n, hidden_size] features of the next position. Writes the head's KV."""
         num_tokens = batch.token_ids.shape[0]
-        padding = padded_rows(num_tokens) - num_tokens
+        padding = padded_rows(num_tokens) - num_tokens if self._pads_rows else 0
         self.attention.prepare(batch)
         cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
         embedded = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding)
@@ -196,12 +200,14 @@ class Eagle3Drafter(Drafter):
         while drafting:
             asked = [rows[index] for index in drafting]
             positions = [row.num_tokens + step for row in asked]
-            sampled = draft_tokens(asked, self._head.logits(features), positions, self._head.config.token_ids)
+            logits = self._head.logits(features)
+            sampled = draft_tokens(asked, logits, positions, self._head.config.token_ids)
+            verdicts = self._verdicts(asked, logits)
             kept = []
-            for place, (index, token_id) in enumerate(zip(drafting, sampled, strict=True)):
-                if token_id >= 0:
+            for place, (index, token_id, (keep, go_on)) in enumerate(zip(drafting, sampled, verdicts, strict=True)):
+                if token_id >= 0 and keep:
                     drafts[index].append(token_id)
-                    if len(drafts[index]) < limits[index]:
+                    if go_on and len(drafts[index]) < limits[index]:
                         kept.append(place)
             drafting = [drafting[place] for place in kept]
             step += 1

@@ -60,8 +60,8 @@ def _names_by_shape(model: Model) -> dict[tuple[int, int], list[str]]:
 
 
 def _tiles(model: Model) -> str:
-    tiles = {shape: model.linears[names[0]].tile for shape, names in _names_by_shape(model).items()}
-    return " ".join(f"{n}x{k}:{tile.rows if tile else 'any'}" for (n, k), tile in sorted(tiles.items()))
+    kernels = {shape: model.linears[names[0]].kernel for shape, names in _names_by_shape(model).items()}
+    return " ".join(f"{n}x{k}:{kernel}" for (n, k), kernel in sorted(kernels.items()))
 
 
 def _cpu() -> str:

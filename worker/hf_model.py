@@ -23,6 +23,7 @@ from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
 from worker.linear import Linear, padded_rows
 from worker.model import Model, load_model
+from worker.products import dense
 from worker.rope import Rope
 from worker.weights import weights_hash
 
@@ -48,7 +49,7 @@ class InvariantLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach()
-        self.linear = Linear(linear.weight.detach(), bias)
+        self.linear = dense(linear.weight.detach(), bias)
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

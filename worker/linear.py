@@ -48,6 +48,8 @@ def row_counts(max_rows: int) -> list[int]:
 class Linear:
     """`x @ weight.T + bias` with a fixed tile of rows."""
 
+    pads_rows = True  # whether it takes rows in the counts of `padded_rows` only, and would add what is missing itself
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: [out_features, in_features], bias: [out_features]."""
         self.out_features, self.in_features = weight.shape
@@ -62,6 +64,11 @@ class Linear:
     def is_exact(self) -> bool:
         """Whether a row's bits are the same in any company."""
         return self.tile is not None and self.tile.exact
+
+    @property
+    def kernel(self) -> str:
+        """What decides the order of its sums, in a word."""
+        return str(self.tile.rows) if self.tile else "any"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_rows, in_features], any count; [num_rows, out_features]."""

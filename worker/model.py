@@ -4,7 +4,7 @@ A Batch in, hidden states and logits out. On the CPU every row's numbers are bit
 (worker.linear and worker.attention say how). Knows nothing about requests, sampling or steps.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,14 +15,15 @@ from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
 from worker.linear import Linear, padded_rows
 from worker.operators import RMSNorm, rotate, silu_mul
-from worker.quantized import Int8Linear
+from worker.products import dense, int8
 from worker.rope import Rope
 from worker.weights import random_weights, read_weights, weights_hash
 
 __all__ = ["Model", "ModelConfig", "load_model", "random_model"]
 
 ATTENTIONS = ("cpu", "triton")
-QUANTIZATIONS: dict[str | None, type[Linear]] = {None: Linear, "int8": Int8Linear}
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of a weight and a bias
+QUANTIZATIONS: dict[str | None, MakeLinear] = {None: dense, "int8": int8}
 DTYPES = {"cpu": (torch.bfloat16, torch.float32), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 
 
@@ -35,7 +36,7 @@ class Layer:
         weights: Mapping[str, torch.Tensor],
         config: ModelConfig,
         dtype: torch.dtype,
-        linear: type[Linear],
+        linear: MakeLinear,
     ) -> None:
         """weights: of the whole model, in `dtype` and on its device; linear: what its products are."""
         prefix = f"model.layers.{index}."
@@ -143,7 +144,8 @@ class Model:
         self._embedding = weights["model.embed_tokens.weight"]
         self._layers = [Layer(index, weights, config, dtype, linear) for index in range(config.num_layers)]
         self._norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps, dtype=dtype)
-        self._head = linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"])
+        self._head = linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"], None)
+        self._pads_rows = any(product.pads_rows for product in self.linears.values())
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -169,10 +171,13 @@ class Model:
     def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """`forward`, and what entered each of these layers, side by side: [num_tokens, len(layers) * hidden_size]."""
         num_tokens = batch.token_ids.shape[0]
-        padding = padded_rows(num_tokens) - num_tokens
+        positions, token_ids = batch.positions, batch.token_ids
+        if self._pads_rows:
+            padding = (0, padded_rows(num_tokens) - num_tokens)
+            positions, token_ids = F.pad(positions, padding), F.pad(token_ids, padding)
         self.attention.prepare(batch)
-        cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
-        residual = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding).float()
+        cos, sin = self.rope(positions)
+        residual = F.embedding(token_ids, self._embedding).float()
         entered: dict[int, torch.Tensor] = {}
         addend: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -246,7 +251,7 @@ def random_model(
     )
 
 
-def fused(linear: type[Linear], weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
+def fused(linear: MakeLinear, weights: Mapping[str, torch.Tensor], *names: str) -> Linear:
     """One product for several projections of the same input."""
     biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
     return linear(torch.cat([weights[f"{name}.weight"] for name in names]), torch.cat(biases) if biases else None)
@@ -264,7 +269,7 @@ def _check_choices(config: ModelConfig, *, dtype: torch.dtype, device: str, atte
         raise ValueError(f"attention cpu needs device cpu, not {device}")
 
 
-def _linear(quantization: str | None) -> type[Linear]:
+def _linear(quantization: str | None) -> MakeLinear:
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization {quantization!r} is unknown; known: {', '.join(filter(None, QUANTIZATIONS))}")
     return QUANTIZATIONS[quantization]

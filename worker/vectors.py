@@ -85,6 +85,11 @@ def _write(builder: Any, kind: Any, address: Any, value: Any, floats: Any, words
     builder.store(builder.trunc(rounded, halves), _pointer(builder, address, halves), align=2)
 
 
+def _load_int8(builder: Any, address: Any) -> Any:
+    """16 int8 as float32."""
+    return builder.sitofp(builder.sext(builder.load(_pointer(builder, address, _BYTES), align=1), _WORDS), _VECTOR)
+
+
 def _load(builder: Any, address: Any) -> Any:
     return builder.load(_pointer(builder, address, _VECTOR), align=FLOAT_BYTES)
 
@@ -108,6 +113,20 @@ def store(typing: Any, kind: Any, address: Any, vector: Any) -> tuple[Any, Codeg
         return context.get_dummy_value()
 
     return types.void(kind, types.int64, vector_type), codegen
+
+
+@intrinsic
+def widen_int8_pairs(typing: Any, first: Any, second: Any, target: Any) -> tuple[Any, Codegen]:
+    """16 int8 at an address and 16 at another become 16 pairs of bfloat16, exactly."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+        first, second, target = args
+        low = builder.lshr(builder.bitcast(_load_int8(builder, first), _WORDS), _constant(_WORDS, 16))
+        high = builder.bitcast(_load_int8(builder, second), _WORDS)  # an integer of 8 bits ends in 16 zeros
+        builder.store(builder.or_(low, high), _pointer(builder, target, _WORDS), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -312,8 +331,7 @@ def int8_products(typing: Any, x: Any, x_stride: Any, weight: Any, size: Any) ->
             start = builder.mul(loop.index, ir.Constant(_I64, LANES))
             address, columns = builder.add(weight, start), []
             for _ in range(4):
-                column = builder.load(_pointer(builder, address, _BYTES), align=1)
-                columns.append(builder.sitofp(builder.sext(column, _WORDS), _VECTOR))
+                columns.append(_load_int8(builder, address))
                 address = builder.add(address, size)
             address = builder.add(x, builder.mul(start, ir.Constant(_I64, FLOAT_BYTES)))
             for row in range(4):
@@ -324,6 +342,81 @@ def int8_products(typing: Any, x: Any, x_stride: Any, weight: Any, size: Any) ->
         return _totals(builder, [builder.load(total) for total in sums])
 
     return vector_type(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def tile_order_products(num_rows: int, num_groups: int) -> Any:
+    """An intrinsic: rows of x float32 times a panel of int8 [size, 16 * num_groups], in the order of AMX tiles.
+
+    That is, for each 32 terms the even ones and the odd ones are summed from zero, then both sums are added to
+    what is there. It takes (x, x_stride in bytes, panel, size, sums) and writes sums [num_rows, 16 * num_groups].
+    """
+    num_sums = num_rows * num_groups
+    panel_bytes = num_groups * LANES
+
+    @intrinsic
+    def products(typing: Any, x: Any, x_stride: Any, panel: Any, size: Any, sums: Any) -> tuple[Any, Codegen]:
+        def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+            x, x_stride, panel, size, out = args
+            zero = _constant(_VECTOR, 0.0)
+            totals = [cgutils.alloca_once_value(builder, zero) for _ in range(num_sums)]
+            halves = [[cgutils.alloca_once_value(builder, zero) for _ in range(num_sums)] for _ in range(2)]
+            rows = [builder.add(x, builder.mul(x_stride, ir.Constant(_I64, row))) for row in range(num_rows)]
+            with cgutils.for_range(builder, builder.sdiv(size, ir.Constant(_I64, 2 * LANES))) as chunk:
+                for half in halves:
+                    for partial_sum in half:
+                        builder.store(zero, partial_sum)
+                first = builder.mul(chunk.index, ir.Constant(_I64, 2 * LANES))
+                with cgutils.for_range(builder, ir.Constant(_I64, LANES)) as pair:
+                    even = builder.add(first, builder.mul(pair.index, ir.Constant(_I64, 2)))
+                    for offset, half in enumerate(halves):
+                        term = builder.add(even, ir.Constant(_I64, offset))
+                        columns = builder.add(panel, builder.mul(term, ir.Constant(_I64, panel_bytes)))
+                        widened = [
+                            _load_int8(builder, builder.add(columns, ir.Constant(_I64, group * LANES)))
+                            for group in range(num_groups)
+                        ]
+                        for row, address in enumerate(rows):
+                            at = builder.add(address, builder.mul(term, ir.Constant(_I64, FLOAT_BYTES)))
+                            factor = _splat(builder, builder.load(_pointer(builder, at, _F32), align=FLOAT_BYTES))
+                            for group, column in enumerate(widened):
+                                held = half[row * num_groups + group]
+                                builder.store(_call(builder, "fma", factor, column, builder.load(held)), held)
+                for total, even_sum, odd_sum in zip(totals, *halves, strict=True):
+                    both = builder.fadd(builder.load(even_sum), builder.load(odd_sum))
+                    builder.store(builder.fadd(builder.load(total), both), total)
+            for index, total in enumerate(totals):
+                address = builder.add(out, ir.Constant(_I64, index * LANES * FLOAT_BYTES))
+                builder.store(builder.load(total), _pointer(builder, address, _VECTOR), align=FLOAT_BYTES)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 5), codegen
+
+    return products
+
+
+def _control(name: str, change: Callable[[Any, Any], Any]) -> Any:
+    """An intrinsic that changes the processor's floating-point control word; it takes an address of scratch."""
+
+    @intrinsic
+    def control(typing: Any, scratch: Any) -> tuple[Any, Codegen]:
+        def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Any]) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+            word = builder.bitcast(pointer, _I32.as_pointer())
+            kind = ir.FunctionType(ir.VoidType(), [pointer.type])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.stmxcsr"), [pointer])
+            builder.store(change(builder, builder.load(word)), word)
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse.ldmxcsr"), [pointer])
+            return context.get_dummy_value()
+
+        return types.void(types.int64), codegen
+
+    control.__name__ = name
+    return control
+
+
+_NO_DENORMALS = 0x8040  # of MXCSR: denormal results are 0, denormal operands count as 0
+ignore_denormals = _control("ignore_denormals", lambda b, word: b.or_(word, ir.Constant(_I32, _NO_DENORMALS)))
+heed_denormals = _control("heed_denormals", lambda b, word: b.and_(word, ir.Constant(_I32, ~_NO_DENORMALS)))
 
 
 @intrinsic
