@@ -6,8 +6,6 @@ Knows nothing about requests.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +19,7 @@ from worker.vectors import LANES
 ITEM_WIDTH = 512  # elements of a key of all heads that are read together: memory likes long strides least
 ITEM_ROWS = 24  # query rows of a KV head that share one reading of its keys
 ITEM_SCORES = 1 << 19  # floats of one item's scores: 2 MB stay in a core's cache
-THREAD_WORK = 1 << 15  # products of a row and a key for which one more thread pays
+THREAD_WORK = 1 << 12  # products of a row and a key for which one more thread pays
 
 
 class KVCache:
@@ -101,18 +99,18 @@ class CpuAttention:
             (key.data_ptr(), value.data_ptr()) for key, value in zip(kv_cache.key, kv_cache.value, strict=True)
         ]
         self._item_heads = min(max(ITEM_WIDTH // head_dim, 1), num_kv_heads)
-        self._plan: _Plan  # of the step at hand
-        self._scratch: list[NDArray[np.float32]] = []
+        self.plan: Plan  # of the step at hand
+        self.scratch = np.empty(0, np.float32)  # of all its parts
+
+    def addresses(self, layer: int) -> tuple[int, int, int]:
+        """Of a layer's keys and values; and its sliding window, 0 for none."""
+        return *self._pools[layer], self._windows[layer]
 
     def prepare(self, batch: Batch) -> None:
         """Cut the step into items: a KV head and tokens of one request that share a reading of its keys."""
-        self._plan = _Plan(batch, self.group, self.num_kv_heads, self._item_heads)
-        size = cpu_kernels.scratch_size(
-            self._plan.most_heads, self._plan.most_rows, self._plan.most_keys, self.head_dim
-        )
-        num_parts = len(self._plan.parts)
-        if len(self._scratch) < num_parts or any(len(scratch) < size for scratch in self._scratch):
-            self._scratch = [np.empty(size, np.float32) for _ in range(num_parts)]
+        self.plan = Plan(batch, self.group, self.num_kv_heads, self._item_heads, self.head_dim)
+        if len(self.scratch) < self.plan.scratch_floats * len(self.plan.parts):
+            self.scratch = np.empty(self.plan.scratch_floats * len(self.plan.parts), np.float32)
 
     def __call__(
         self,
@@ -123,35 +121,26 @@ class CpuAttention:
         batch: Batch,
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Store this step's keys and values, then attend over the block tables."""
-        plan = self._plan
-        key_pool, value_pool = self._pools[layer]
+        plan = self.plan
+        key_pool, value_pool, window = self.addresses(layer)
         cpu_kernels.store_kv(
             self._kind, key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), plan.slots.data_ptr(),
             len(query), self.num_kv_heads * self.head_dim, key_pool, value_pool,
         )  # fmt: skip
         out = torch.empty(query.shape, dtype=query.dtype)
-        query_address, query_stride, out_address = query.data_ptr(), query.stride(0), out.data_ptr()
-
-        def attend(part: int) -> None:
-            first, last = plan.parts[part]
-            cpu_kernels.attend(
-                self._kind, plan.items.ctypes.data, first, last, query_address, query_stride, key_pool, value_pool,
-                plan.block_table.data_ptr(), plan.block_table.shape[1], out_address, self._block_size,
-                self.num_heads, self.num_kv_heads, self.head_dim, self._windows[layer], self.scale,
-                self._scratch[part].ctypes.data, plan.most_keys,
-            )  # fmt: skip
-
-        others = [_helpers().submit(attend, part) for part in range(1, len(plan.parts))]
-        attend(0)
-        for other in others:
-            other.result()
+        cpu_kernels.attend_parts(
+            self._kind, plan.items.ctypes.data, plan.parts.ctypes.data, len(plan.parts), query.data_ptr(),
+            query.stride(0), key_pool, value_pool, plan.block_table.data_ptr(), plan.block_table.shape[1],
+            out.data_ptr(), self._block_size, self.num_heads, self.num_kv_heads, self.head_dim, window, self.scale,
+            self.scratch.ctypes.data, plan.scratch_floats, plan.most_keys,
+        )  # fmt: skip
         return out
 
 
-class _Plan:
+class Plan:
     """The work items of one step, as `worker.cpu_kernels.attend` reads them, and who does which."""
 
-    def __init__(self, batch: Batch, group: int, num_kv_heads: int, item_heads: int) -> None:
+    def __init__(self, batch: Batch, group: int, num_kv_heads: int, item_heads: int, head_dim: int) -> None:
         self.slots, self.block_table = batch.slot_mapping.contiguous(), batch.block_table.contiguous()
         bounds, seq_lens = batch.cu_seqlens_q.numpy().astype(np.int64), batch.seq_lens.numpy().astype(np.int64)
         counts = np.diff(bounds)
@@ -169,19 +158,14 @@ class _Plan:
         self.items[..., 0] = bounds[request] + tile * length
         self.items[..., 1], self.items[..., 2], self.items[..., 3] = num_tokens, request, position
         self.items[..., 4], self.items[..., 5] = first_head[:, None], num_heads[:, None]
-        self.most_heads, self.most_rows = item_heads, int(num_tokens.max()) * group
+        most_rows = int(num_tokens.max()) * group
+        self.scratch_floats = cpu_kernels.scratch_size(item_heads, most_rows, self.most_keys, head_dim)  # of a part
         self.parts = _shared((num_tokens * (position + num_tokens) * num_heads[:, None]).ravel() * group)
 
 
-def _shared(work: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """For each thread consecutive items, first and last + 1, of about the same work."""
+def _shared(work: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each thread consecutive items of about the same work: [num_parts, 2], first and last + 1."""
     total = np.cumsum(work)
     num_parts = max(min(torch.get_num_threads(), int(total[-1]) // THREAD_WORK), 1)
     ends = np.searchsorted(total, total[-1] * np.arange(1, num_parts) // num_parts).tolist()
-    return list(zip([0, *ends], [*ends, len(work)], strict=True))
-
-
-@cache
-def _helpers() -> ThreadPoolExecutor:
-    """Threads beside the caller's, made when first needed; they wait without spinning."""
-    return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), thread_name_prefix="attention")
+    return np.array(list(zip([0, *ends], [*ends, len(work)], strict=True)), np.int64)

@@ -36,6 +36,7 @@ PANEL_BYTES = PANEL * FLOAT_BYTES
 DEPTH = 32  # bfloat16 along the inputs in a tile
 ROW_BLOCK = 2 * amx.TILE_ROWS
 FEW_ROWS = 4
+SILU_WORK = 1 << 14  # elements for which a thread pays
 _products_1, _products_2, _products_3, _products_4 = (
     v.tile_order_products(rows, PANEL // LANES) for rows in range(1, FEW_ROWS + 1)
 )
@@ -132,6 +133,19 @@ def silu_mul(kind, gate_up, out, num_rows, size):
             single = v.load_one(kind, gate + i * item)
             gated_one = single / (ONE + v.highest(v.exp(v.splat(-single))))
             v.store_one(kind, y + i * item, gated_one * v.load_one(kind, up + i * item))
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def silu_mul_parts(kind, gate_up, out, num_rows, size, num_threads):
+    """`silu_mul`, each thread some of the rows if there are enough."""
+    if num_rows * size < SILU_WORK:
+        silu_mul(kind, gate_up, out, num_rows, size)
+        return
+    item, share = _item_size(kind), -(-num_rows // num_threads)
+    for part in prange(num_threads):
+        first = part * share
+        count = min(share, num_rows - first)
+        silu_mul(kind, gate_up + first * 2 * size * item, out + first * size * item, count, size)
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -393,6 +407,31 @@ def attend(
                 v.store(kind, y + i * item, v.load(FLOAT32, sums + at * head_bytes + i * FLOAT_BYTES))
 
 
+@njit(cache=True, nogil=True, parallel=True)
+def attend_parts(
+    kind, items, parts, num_parts, query, query_stride, key_pool, value_pool, block_table, table_width, out,
+    block_size, num_heads, num_kv_heads, head_dim, window, scale, scratch, scratch_floats, most_keys,
+):  # fmt: skip
+    """`attend` of every part's items, each part in a thread: parts [n, 2] int64 are its first and last + 1.
+
+    scratch: scratch_floats for each part.
+    """
+    if num_parts == 1:  # a thread that waits costs more than a small step
+        attend(
+            kind, items, v.load_int64(parts), v.load_int64(parts + 8), query, query_stride, key_pool, value_pool,
+            block_table, table_width, out, block_size, num_heads, num_kv_heads, head_dim, window, scale, scratch,
+            most_keys,
+        )  # fmt: skip
+        return
+    for part in prange(num_parts):
+        bounds = parts + part * 16
+        attend(
+            kind, items, v.load_int64(bounds), v.load_int64(bounds + 8), query, query_stride, key_pool, value_pool,
+            block_table, table_width, out, block_size, num_heads, num_kv_heads, head_dim, window, scale,
+            scratch + part * scratch_floats * FLOAT_BYTES, most_keys,
+        )  # fmt: skip
+
+
 def scratch_size(num_heads: int, num_rows: int, most_keys: int, head_dim: int) -> int:
     """Floats that `attend` needs for items of so many KV heads with so many query rows each."""
     return num_heads * ((LANES + 2 * num_rows) * head_dim + num_rows * most_keys)
@@ -460,3 +499,70 @@ def _softmax(scores, first, end):
     factor = v.splat(ONE / v.total(sums))
     for key in range(start, stop, LANES):
         v.store(FLOAT32, scores + key * FLOAT_BYTES, v.mul(v.load(FLOAT32, scores + key * FLOAT_BYTES), factor))
+
+
+# Columns of a layer's addresses, [num_layers, NUM_ADDRESSES] int64; 0 where a model has no such thing.
+(
+    INPUT_NORM, QKV, QKV_SCALE, QKV_BIAS, QUERY_NORM, KEY_NORM, OUTPUT, OUTPUT_SCALE, OUTPUT_BIAS, MLP_NORM,
+    GATE_UP, GATE_UP_SCALE, GATE_UP_BIAS, DOWN, DOWN_SCALE, DOWN_BIAS, KEY_POOL, VALUE_POOL, WINDOW,
+) = range(19)  # fmt: skip
+NUM_ADDRESSES = WINDOW + 1
+
+
+@njit(cache=True, nogil=True)
+def run_layers(
+    kind, layers, first, last, residual, addend, cos, sin, num_rows, hidden_size, intermediate_size, num_heads,
+    num_kv_heads, head_dim, eps, items, parts, num_parts, slots, block_table, table_width, block_size, scale,
+    attention_scratch, scratch_floats, most_keys, configurations, tile_memory, normed, qkv, attended, projected,
+    gate_up, gated, num_threads,
+):  # fmt: skip
+    """Decoder layers first..last - 1 of a bfloat16 model on AMX tiles: what `worker.model.Layer` does, without Python.
+
+    kind: of the weights. residual [rows, hidden] float32 is added to in place; addend [rows, hidden] is what the
+    layer before has to add, and then what the last one has. The buffers from `normed` on hold a step's rows.
+    """
+    turned, size = num_heads + num_kv_heads, (num_heads + 2 * num_kv_heads) * head_dim
+    key, value = qkv + num_heads * head_dim * 2, qkv + turned * head_dim * 2
+    for index in range(first, last):
+        layer = layers + index * NUM_ADDRESSES * 8
+        add_norm(
+            BFLOAT16, residual, addend if index > 0 else 0, _address(layer, INPUT_NORM), normed, num_rows,
+            hidden_size, eps,
+        )  # fmt: skip
+        tile_linear(
+            kind, normed, _address(layer, QKV), _address(layer, QKV_SCALE), _address(layer, QKV_BIAS), qkv, num_rows,
+            hidden_size, size, configurations, tile_memory, num_threads,
+        )  # fmt: skip
+        query_norm, key_norm = _address(layer, QUERY_NORM), _address(layer, KEY_NORM)
+        if query_norm != 0:
+            norm_heads(BFLOAT16, qkv, size, num_rows, num_heads, head_dim, query_norm, eps)
+            norm_heads(BFLOAT16, key, size, num_rows, num_kv_heads, head_dim, key_norm, eps)
+        rotate(BFLOAT16, qkv, size, num_rows, turned, head_dim, cos, sin)
+        key_pool, value_pool = _address(layer, KEY_POOL), _address(layer, VALUE_POOL)
+        store_kv(BFLOAT16, key, value, size, size, slots, num_rows, num_kv_heads * head_dim, key_pool, value_pool)
+        attend_parts(
+            BFLOAT16, items, parts, num_parts, qkv, size, key_pool, value_pool, block_table, table_width, attended,
+            block_size, num_heads, num_kv_heads, head_dim, _address(layer, WINDOW), scale, attention_scratch,
+            scratch_floats, most_keys,
+        )  # fmt: skip
+        tile_linear(
+            kind, attended, _address(layer, OUTPUT), _address(layer, OUTPUT_SCALE), _address(layer, OUTPUT_BIAS),
+            projected, num_rows, num_heads * head_dim, hidden_size, configurations, tile_memory, num_threads,
+        )  # fmt: skip
+        add_norm(
+            BFLOAT16, residual, projected, _address(layer, MLP_NORM), normed, num_rows, hidden_size, eps
+        )  # fmt: skip
+        tile_linear(
+            kind, normed, _address(layer, GATE_UP), _address(layer, GATE_UP_SCALE), _address(layer, GATE_UP_BIAS),
+            gate_up, num_rows, hidden_size, 2 * intermediate_size, configurations, tile_memory, num_threads,
+        )  # fmt: skip
+        silu_mul_parts(BFLOAT16, gate_up, gated, num_rows, intermediate_size, num_threads)
+        tile_linear(
+            kind, gated, _address(layer, DOWN), _address(layer, DOWN_SCALE), _address(layer, DOWN_BIAS), addend,
+            num_rows, intermediate_size, hidden_size, configurations, tile_memory, num_threads,
+        )  # fmt: skip
+
+
+@njit(cache=True, inline="always")
+def _address(layer, column):
+    return v.load_int64(layer + column * 8)

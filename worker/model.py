@@ -5,6 +5,7 @@ A Batch in, hidden states and logits out. On the CPU every row's numbers are bit
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 from worker.architecture import ModelConfig, read_config
 from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
+from worker.compiled_layers import CompiledLayers, LayerParts
 from worker.linear import Linear, padded_rows
 from worker.operators import RMSNorm, rotate, silu_mul
-from worker.products import dense, int8
+from worker.products import TileLinear, dense, int8
 from worker.rope import Rope
 from worker.weights import random_weights, read_weights, weights_hash
 
@@ -61,6 +63,13 @@ class Layer:
     def linears(self) -> dict[str, Linear]:
         """Its matrix products by name."""
         return {"qkv": self._qkv, "output": self._output, "gate_up": self._gate_up, "down": self._down}
+
+    def parts(self) -> LayerParts | None:
+        """What a compiled call of this layer needs; None unless all its products are on tiles."""
+        tiles = {name: linear for name, linear in self.linears.items() if isinstance(linear, TileLinear)}
+        if len(tiles) < len(self.linears):
+            return None
+        return LayerParts(tiles, self._input_norm, self._mlp_norm, self._head_norms)
 
     def __call__(
         self,
@@ -146,6 +155,7 @@ class Model:
         self._norm = RMSNorm(weights["model.norm.weight"], eps=config.rms_norm_eps, dtype=dtype)
         self._head = linear(self._embedding if config.tie_word_embeddings else weights["lm_head.weight"], None)
         self._pads_rows = any(product.pads_rows for product in self.linears.values())
+        self._compiled = self._compile()
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -180,13 +190,39 @@ class Model:
         residual = F.embedding(token_ids, self._embedding).float()
         entered: dict[int, torch.Tensor] = {}
         addend: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            if index in layers:
+        for first, last in pairwise((0, *sorted(layers), len(self._layers))):
+            if first in layers:
                 state = residual if addend is None else residual + addend
-                entered[index] = state[:num_tokens].to(self.dtype, copy=True)
-            addend = layer(residual, addend, cos, sin, self.attention, batch)
+                entered[first] = state[:num_tokens].to(self.dtype, copy=True)
+            addend = self._run(first, last, residual, addend, cos, sin, batch)
         states = torch.cat([entered[index] for index in layers], 1) if layers else residual[:num_tokens, :0]
         return self._norm(residual, addend)[:num_tokens], states
+
+    def _run(
+        self,
+        first: int,
+        last: int,
+        residual: torch.Tensor,  # [rows, hidden_size] float32, added to in place
+        addend: torch.Tensor | None,  # what layer `first` adds to it before all else
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        batch: Batch,
+    ) -> torch.Tensor | None:
+        """Layers first..last - 1; what is still to be added."""
+        if self._compiled is not None:
+            if addend is None:
+                addend = torch.empty(residual.shape, dtype=self.dtype)
+            self._compiled.run(first, last, residual, addend, cos, sin, batch)
+            return addend if last else None
+        for layer in self._layers[first:last]:
+            addend = layer(residual, addend, cos, sin, self.attention, batch)
+        return addend
+
+    def _compile(self) -> CompiledLayers | None:
+        parts = [layer.parts() for layer in self._layers]
+        if not isinstance(self.attention, CpuAttention) or not all(parts):
+            return None
+        return CompiledLayers([part for part in parts if part is not None], self.config, self.attention)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

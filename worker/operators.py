@@ -21,6 +21,11 @@ class RMSNorm:
         self._eps = eps
         self._dtype = dtype
 
+    @property
+    def address(self) -> int:
+        """Of its weight, [size] float32."""
+        return self._weight.data_ptr()
+
     def __call__(self, x: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of x [..., size], in the norm's own type.
 

@@ -34,11 +34,12 @@ class TileLinear(Linear):
         self._scale: torch.Tensor | None = None
         if is_int8:
             weight, self._scale = quantize(weight)
-        self._kind = cpu_kernels.INT8 if is_int8 else cpu_kernels.BFLOAT16
+        self.kind = cpu_kernels.INT8 if is_int8 else cpu_kernels.BFLOAT16
         self._panels = large_pages.weights.copy(columns(weight) if is_int8 else pairs(weight))
         self._bias = None if bias is None else bias.float().contiguous()
         self._scratch_bytes = cpu_kernels.tile_scratch(self.in_features)
-        self._configurations = configurations().ctypes.data
+        held = (self._panels, self._scale, self._bias)
+        self.addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in held)
 
     @property
     def is_exact(self) -> bool:
@@ -56,9 +57,8 @@ class TileLinear(Linear):
         num_rows, num_threads = len(x), torch.get_num_threads()
         out = torch.empty((num_rows, self.out_features), dtype=torch.bfloat16)
         cpu_kernels.tile_linear(
-            self._kind, x.data_ptr(), self._panels.data_ptr(), 0 if self._scale is None else self._scale.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(), out.data_ptr(), num_rows, self.in_features,
-            self.out_features, self._configurations, scratch(num_threads * self._scratch_bytes), num_threads,
+            self.kind, x.data_ptr(), *self.addresses, out.data_ptr(), num_rows, self.in_features, self.out_features,
+            configurations().ctypes.data, scratch(num_threads * self._scratch_bytes), num_threads,
         )  # fmt: skip
         return out
 

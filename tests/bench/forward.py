@@ -32,6 +32,8 @@ class PlainLinear:
 
     tile = None
     is_exact = False
+    pads_rows = False
+    kernel = "plain"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -99,7 +101,7 @@ def load_both(directory: Path, dtype: torch.dtype, num_blocks: int) -> tuple[Mod
         )
 
     invariant = load()
-    parts = {"Linear": PlainLinear, "CpuAttention": PlainAttention}
+    parts = {"QUANTIZATIONS": {None: PlainLinear}, "CpuAttention": PlainAttention}
     originals = {name: getattr(modelling, name) for name in parts}
     for name, part in parts.items():
         setattr(modelling, name, part)

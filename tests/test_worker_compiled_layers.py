@@ -1,0 +1,53 @@
+"""A step's layers in one call give the bits of the layers one by one."""
+
+import pytest
+import torch
+
+from worker import amx
+from worker.fingerprint import make_batch, self_test
+from worker.model import Model, ModelConfig, random_model
+
+pytestmark = pytest.mark.skipif(not amx.is_available(), reason="this processor has no AMX tiles")
+
+PLAIN = ModelConfig(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32,
+    max_position_embeddings=256,
+)  # fmt: skip
+FLAVOURS = {
+    "plain": {},
+    "head norms": {"qk_norm": True},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "windows": {"windows": (8, None, 24, None)},
+}
+
+
+def model(flavour: str, quantization: str | None) -> Model:
+    settings = {name: getattr(PLAIN, name) for name in PLAIN.__dataclass_fields__} | FLAVOURS[flavour]
+    return random_model(
+        ModelConfig(**settings), seed=0, dtype=torch.bfloat16, num_blocks=32, block_size=16, quantization=quantization
+    )
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("quantization", [None, "int8"], ids=str)
+def test_one_call_gives_the_bits_of_layer_after_layer(flavour: str, quantization: str | None) -> None:
+    compiled, plain = model(flavour, quantization), model(flavour, quantization)
+    assert compiled._compiled is not None
+    plain._compiled = None
+    tokens = list(range(3, 100))
+    batches = [
+        make_batch([(tokens[:70], 0, range(7)), (tokens[:9], 0, [10])], 16),
+        make_batch([(tokens[70:71], 70, range(7)), (tokens[9:14], 9, [10])], 16),
+        make_batch([(tokens[71:72], 71, range(7))], 16),
+    ]
+    for batch in batches:
+        outputs = [m.forward_with_states(batch, (0, 1, 3)) for m in (compiled, plain)]
+        for one, other in zip(*outputs, strict=True):
+            assert torch.equal(one, other)
+    assert torch.equal(compiled.kv_cache.key, plain.kv_cache.key)
+    assert torch.equal(compiled.kv_cache.value, plain.kv_cache.value)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"], ids=str)
+def test_a_model_in_one_call_keeps_its_rows(quantization: str | None) -> None:
+    assert self_test(model("plain", quantization)) == []

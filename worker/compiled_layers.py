@@ -1,0 +1,87 @@
+"""A whole step's layers in one call: what a model of tiles computes, without Python between its parts.
+
+The same kernels in the same order as `worker.model.Layer` calls them one by one, so the same bits. A decode step of
+a small model spends its time between products in calls otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from worker import cpu_kernels
+from worker.architecture import ModelConfig
+from worker.attention import CpuAttention
+from worker.batch import Batch
+from worker.operators import RMSNorm
+from worker.products import TileLinear, configurations, scratch
+
+PARTS = ("qkv", "output", "gate_up", "down")
+
+
+class LayerParts:
+    """One layer as its kernels need it."""
+
+    def __init__(
+        self,
+        linears: Mapping[str, TileLinear],  # by PARTS
+        input_norm: RMSNorm,
+        mlp_norm: RMSNorm,
+        head_norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> None:
+        self._held = linears, input_norm, mlp_norm, head_norms  # as long as their addresses are used
+        self.kind = linears["qkv"].kind
+        query_norm, key_norm = (norm.address for norm in head_norms) if head_norms else (0, 0)
+        qkv, output, gate_up, down = (linears[name].addresses for name in PARTS)
+        self.addresses = (
+            input_norm.address, *qkv, query_norm, key_norm, *output, mlp_norm.address, *gate_up, *down
+        )  # fmt: skip
+
+
+class CompiledLayers:
+    """The decoder layers of one model."""
+
+    def __init__(self, layers: Sequence[LayerParts], config: ModelConfig, attention: CpuAttention) -> None:
+        self._held = layers
+        self._config, self._attention = config, attention
+        self._addresses = np.array(
+            [[*layer.addresses, *attention.addresses(index)] for index, layer in enumerate(layers)], np.int64
+        )
+        assert self._addresses.shape[1] == cpu_kernels.NUM_ADDRESSES
+        self._kind = layers[0].kind
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # Elements of a row in each buffer: normed, qkv, attended, projected, gate_up, gated.
+        self._widths = (
+            config.hidden_size, queries + 2 * keys, queries, config.hidden_size, 2 * config.intermediate_size,
+            config.intermediate_size,
+        )  # fmt: skip
+        self._rows = 0
+        self._buffers: list[torch.Tensor] = []
+        widest = max(config.hidden_size, queries, config.intermediate_size)
+        self._tile_bytes = cpu_kernels.tile_scratch(widest)
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        residual: torch.Tensor,  # [rows, hidden_size] float32, added to in place
+        addend: torch.Tensor,  # [rows, hidden_size] bfloat16: left by the layer before, then by the last one
+        cos: torch.Tensor,  # [rows, 1, head_dim] float32
+        sin: torch.Tensor,  # same
+        batch: Batch,
+    ) -> None:
+        """Layers first..last - 1, after `attention.prepare(batch)`."""
+        config, attention, plan = self._config, self._attention, self._attention.plan
+        num_rows, num_threads = len(residual), torch.get_num_threads()
+        if num_rows > self._rows:
+            self._rows = num_rows
+            self._buffers = [torch.empty((num_rows, width), dtype=torch.bfloat16) for width in self._widths]
+        cpu_kernels.run_layers(
+            self._kind, self._addresses.ctypes.data, first, last, residual.data_ptr(), addend.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), num_rows, config.hidden_size, config.intermediate_size, config.num_heads,
+            config.num_kv_heads, config.head_dim, config.rms_norm_eps, plan.items.ctypes.data, plan.parts.ctypes.data,
+            len(plan.parts), plan.slots.data_ptr(), plan.block_table.data_ptr(), plan.block_table.shape[1],
+            attention.kv_cache.block_size, attention.scale, attention.scratch.ctypes.data, plan.scratch_floats,
+            plan.most_keys, configurations().ctypes.data, scratch(num_threads * self._tile_bytes),
+            *(buffer.data_ptr() for buffer in self._buffers), num_threads,
+        )  # fmt: skip
