@@ -152,6 +152,8 @@ class Plan:
         tile = np.arange(len(request)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
         num_tokens = np.minimum(counts[request] - tile * length, length)
         position = seq_lens[request] - counts[request] + tile * length
+        # Few items: their heads are for several threads.
+        item_heads = min(item_heads, -(-num_kv_heads * len(request) // torch.get_num_threads()))
         first_head = np.arange(0, num_kv_heads, item_heads)
         num_heads = np.minimum(num_kv_heads - first_head, item_heads)
         self.items: NDArray[np.int64] = np.empty((len(first_head), len(request), 6), np.int64)

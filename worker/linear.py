@@ -66,6 +66,11 @@ class Linear:
         return self.tile is not None and self.tile.exact
 
     @property
+    def num_bytes(self) -> int:
+        """Of the weight: what a product reads at least."""
+        return self.out_features * self.in_features * self._weight.element_size()
+
+    @property
     def kernel(self) -> str:
         """What decides the order of its sums, in a word."""
         return str(self.tile.rows) if self.tile else "any"

@@ -47,6 +47,11 @@ class TileLinear(Linear):
         return True
 
     @property
+    def num_bytes(self) -> int:
+        """Of the weight: what a product reads at least."""
+        return self._panels.nbytes
+
+    @property
     def kernel(self) -> str:
         """What decides the order of its sums, in a word."""
         return f"amx-{cpu_kernels.SOURCE_HASH}"

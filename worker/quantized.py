@@ -39,6 +39,11 @@ class Int8Linear(Linear):
         """Whether a row's bits are the same in any company: they are."""
         return True
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight: what a product reads at least."""
+        return self._int8.nbytes
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_rows, in_features], any count; [num_rows, out_features]."""
         num_rows = x.shape[0]
