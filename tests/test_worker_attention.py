@@ -4,10 +4,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
-from worker.attention import CpuAttention, KVCache
+from worker.attention import THREAD_WORK, CpuAttention, KVCache, shared
 from worker.batch import Batch
 from worker.fingerprint import make_batch
 from worker.operators import RMSNorm, silu_mul
@@ -198,3 +199,13 @@ def test_norm_and_activation_of_a_row_do_not_depend_on_the_others(width: int, dt
         assert torch.equal(norm(x[:rows]), normed[:rows])
         assert torch.equal(norm(x[-rows:]), normed[-rows:])
         assert torch.equal(silu_mul(gate_up[:rows]), activated[:rows])
+
+
+def test_threads_share_a_lone_request_s_heads_and_many_requests_work_evenly() -> None:
+    torch.set_num_threads(2)
+    big = 2 * THREAD_WORK
+    assert shared(np.array([2 * big, big])).tolist() == [[0, 1], [1, 2]]
+    assert shared(np.array([big] * 4)).tolist() == [[0, 2], [2, 4]]
+    assert shared(np.array([1, 1])).tolist() == [[0, 2]]  # too little for two
+    torch.set_num_threads(1)
+    assert shared(np.array([big] * 4)).tolist() == [[0, 4]]

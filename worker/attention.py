@@ -162,12 +162,12 @@ class Plan:
         self.items[..., 4], self.items[..., 5] = first_head[:, None], num_heads[:, None]
         most_rows = int(num_tokens.max()) * group
         self.scratch_floats = cpu_kernels.scratch_size(item_heads, most_rows, self.most_keys, head_dim)  # of a part
-        self.parts = _shared((num_tokens * (position + num_tokens) * num_heads[:, None]).ravel() * group)
+        self.parts = shared((num_tokens * (position + num_tokens) * num_heads[:, None]).ravel() * group)
 
 
-def _shared(work: NDArray[np.int64]) -> NDArray[np.int64]:
+def shared(work: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each thread consecutive items of about the same work: [num_parts, 2], first and last + 1."""
     total = np.cumsum(work)
     num_parts = max(min(torch.get_num_threads(), int(total[-1]) // THREAD_WORK), 1)
-    ends = np.searchsorted(total, total[-1] * np.arange(1, num_parts) // num_parts).tolist()
+    ends = np.searchsorted(total - work // 2, total[-1] * np.arange(1, num_parts) // num_parts).tolist()
     return np.array(list(zip([0, *ends], [*ends, len(work)], strict=True)), np.int64)
