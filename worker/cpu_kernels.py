@@ -138,7 +138,7 @@ def silu_mul(kind, gate_up, out, num_rows, size):
 @njit(cache=True, nogil=True, parallel=True)
 def silu_mul_parts(kind, gate_up, out, num_rows, size, num_threads):
     """`silu_mul`, each thread some of the rows if there are enough."""
-    if num_rows * size < SILU_WORK:
+    if num_rows * size < SILU_WORK or num_threads == 1:
         silu_mul(kind, gate_up, out, num_rows, size)
         return
     item, share = _item_size(kind), -(-num_rows // num_threads)
@@ -192,6 +192,12 @@ def tile_linear(
     for each thread. in and out are multiples of 32.
     """
     num_panels = out_features // PANEL
+    if num_threads == 1:  # a team's other threads would spin meanwhile
+        _tile_panels(
+            kind, x, weight, scale, bias, out, num_rows, in_features, out_features, configurations, scratch, 0,
+            num_panels,
+        )  # fmt: skip
+        return
     share = -(-num_panels // num_threads)
     for part in prange(num_threads):
         _tile_panels(

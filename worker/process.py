@@ -12,7 +12,8 @@ LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=
 def environment(threads: int) -> dict[str, str]:
     """Variables of a process whose model computes on so many threads."""
     count = str(threads)
-    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false", **LARGE_PAGES}
+    pools = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), count)
+    return pools | {"TOKENIZERS_PARALLELISM": "false", **LARGE_PAGES}
 
 
 def restart_with(variables: dict[str, str]) -> None:
