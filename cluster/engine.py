@@ -25,6 +25,7 @@ from scheduler.events import (
     StepFailed,
     StepFinished,
     Submitted,
+    TellCacheChanges,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -254,6 +255,8 @@ class Engine:
                 case CloseSession():
                     if self._sessions[command.worker_id] == command.session:
                         self._register(command.worker_id)
+                case TellCacheChanges():
+                    pass  # nobody here watches
                 case _:
                     assert_never(command)
 

@@ -22,6 +22,7 @@ from cluster.deliveries import InOrder
 from cluster.in_turn import InTurn
 from cluster.latency import Latency
 from cluster.text import Detokenizer, OutputText, Tokenizer
+from scheduler.cache_feed import CacheNews
 from scheduler.events import EmitTokens, FinishRequest, RejectRequest, Seated
 from scheduler.request import FinishReason, Request
 
@@ -66,6 +67,10 @@ class SchedulerLink(Protocol):
 
     async def recording(self) -> bytes:
         """The scheduler's log. Raises ValueError if it keeps none."""
+        ...
+
+    async def cache_changes(self, after: int | None) -> CacheNews | None:
+        """What the prefix caches gained and lost after a number; without one a snapshot. None: it is too old."""
         ...
 
     async def swap_weights(self, directory: str) -> None:
@@ -140,6 +145,7 @@ class FrontEnd:
         self._num_resubmissions = 0
         self._num_stale_tokens = 0
         self.latency = Latency()
+        self.num_cache_subscribers = self.num_cache_subscribers_lost = 0  # lost: they must begin anew
         self._clock = ClockOffset()
         # The latest to arrive: when, and CONNECTION/SEQ.
         self._deliveries: deque[tuple[int, str]] = deque(maxlen=MAX_DELIVERIES)
@@ -217,6 +223,13 @@ class FrontEnd:
     async def recording(self) -> bytes:
         """The scheduler's log. Raises ConnectionError when it cannot be reached, ValueError if it keeps none."""
         return await self._link.recording()
+
+    async def cache_changes(self, after: int | None) -> CacheNews | None:
+        """What the prefix caches gained and lost after a number, once there is something, or soon nothing.
+
+        Without a number a snapshot. None: the number is too old. Raises ConnectionError.
+        """
+        return await self._link.cache_changes(after)
 
     async def swap_weights(self, directory: str) -> None:
         """Goes on with the weights of another checkpoint. Raises ConnectionError, or ValueError if it cannot."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from cluster.call import StreamError
 from cluster.codec import unknown_fields
 from cluster.serving import Serving
-from cluster.status import refuse, timeout_of
+from cluster.status import refuse, timeout_of, traceparent_of
 from cluster.triton_parameters import client_request, parsed
 from cluster.validate import ClientRequest
 from protos import kserve_pb2 as pb
@@ -93,7 +93,7 @@ class KServeServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             asked = self._decode(message, timeout_of(context))
             if asked.stream:
                 raise ValueError("stream: ModelInfer has one response; ModelStreamInfer has more")
-            async with aclosing(self._texts(asked)) as answer:
+            async with aclosing(self._texts(asked, traceparent_of(context))) as answer:
                 [whole] = [texts async for texts in answer]
         except (ValueError, StreamError) as error:
             await refuse(context, error)
@@ -105,7 +105,7 @@ class KServeServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
 
         async def answer(message: Any) -> None:
             try:
-                async with aclosing(self._stream_responses(message, timeout_of(context))) as responses:
+                async with aclosing(self._stream_responses(message, context)) as responses:
                     async for response in responses:
                         await turn.acquire()  # gRPC takes one message at a time
                         await self._serving.write(context, response)
@@ -124,10 +124,11 @@ class KServeServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 raise
             await refuse(context, slow.exceptions[0])
 
-    async def _stream_responses(self, message: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+    async def _stream_responses(self, message: Any, context: Any) -> AsyncGenerator[Any, None]:
         """What answers one request of a stream. An error is a message too: it ends the request, not the stream."""
         try:
-            async with aclosing(self._texts(self._decode(message, timeout_s))) as answer:
+            asked = self._decode(message, timeout_of(context))
+            async with aclosing(self._texts(asked, traceparent_of(context))) as answer:
                 async for texts, final in answer:
                     response = encode_response(message, self._serving.model.name, texts)
                     response.parameters[FINAL_RESPONSE].bool_param = final
@@ -138,9 +139,9 @@ class KServeServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
             failed.parameters[FINAL_RESPONSE].bool_param = True
             yield pb.ModelStreamInferResponse(error_message=f"{code}: {error}", infer_response=failed)
 
-    async def _texts(self, asked: Asked) -> AsyncGenerator[Texts, None]:
+    async def _texts(self, asked: Asked, traceparent: str | None) -> AsyncGenerator[Texts, None]:
         """The new texts whenever there are some, or all of them at the end."""
-        call = await self._serving.open(asked.request)
+        call = await self._serving.open(asked.request, traceparent=traceparent)
         num_open = call.request.n
         texts = [asked.text if asked.with_input else ""] * num_open
         async with aclosing(self._serving.front_end.outputs(call)) as outputs:

@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from cluster.frontend import FrontEnd, SchedulerUnavailable
 from scheduler.actor import Message, SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.cache_feed import CacheNews
 from scheduler.events import WorkerUp
 from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
@@ -165,6 +166,11 @@ class RaySchedulerLink:
         """The scheduler's log. Raises ValueError if it keeps none."""
         content: bytes = await _answered(self._scheduler.recording.remote())
         return content
+
+    async def cache_changes(self, after: int | None) -> CacheNews | None:
+        """What the prefix caches gained and lost since."""
+        news: CacheNews | None = await _answered(self._scheduler.cache_changes.remote(after))
+        return news
 
     async def swap_weights(self, directory: str) -> None:
         """Go on with the weights of another checkpoint. Raises ValueError if a worker cannot load them."""

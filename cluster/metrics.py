@@ -86,6 +86,9 @@ class Metrics:
         yield _counter("resubmissions", "Streams submitted again after a loss.", front_end.num_resubmissions)
         yield _counter_by("request_success", "Choices that ended.", "finished_reason", latency.num_finished)
         yield _counter_by("request_failures", "Requests that ended with an error.", "code", latency.num_failed)
+        yield _gauge("kv_event_subscribers", "Subscribers to KV events.", front_end.num_cache_subscribers)
+        lost = front_end.num_cache_subscribers_lost
+        yield _counter("kv_event_subscribers_lost", "Subscribers to KV events that must begin anew.", lost)
         refused = self._guard.num_refused if self._guard is not None else {}
         yield _counter_by("refused_calls", "Calls refused before a service saw them.", "code", refused)
         first, between, whole = (c.snapshot() for c in (latency.first_token, latency.inter_token, latency.whole))

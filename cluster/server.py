@@ -30,9 +30,10 @@ HEALTH_METHODS = (
     f"/{vllm_service.SERVICE_NAME}/HealthCheck",
     *(f"/{kserve_service.SERVICE_NAME}/{name}" for name in ("ServerLive", "ServerReady")),
 )
-# Of operators too, in the other protocol.
+# Of operators too, in the other protocol: KV events tell the tokens of everybody's prompts.
 VLLM_ADMIN_METHODS = tuple(
-    f"/{vllm_service.SERVICE_NAME}/{name}" for name in ("FlushCache", "StartProfile", "StopProfile")
+    f"/{vllm_service.SERVICE_NAME}/{name}"
+    for name in ("FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
 )
 SERVICE_NAMES = tuple(
     service.SERVICE_NAME for service in (vllm_service, kserve_service, inference_service, admin_service)

@@ -21,6 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from cluster import kv_event_service
 from cluster.call import Call, StreamError
 from cluster.choice import Finish, Logprobs, Output
 from cluster.codec import unknown_fields
@@ -154,8 +155,11 @@ class VllmServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[mis
         await _unimplemented(context)
 
     async def SubscribeKvEvents(self, message: Any, context: Any) -> None:
-        """Not implemented."""
-        await _unimplemented(context)
+        """Snapshot and changes of what the prefix caches hold."""
+        try:
+            await kv_event_service.follow(self._serving, message.start_sequence_number, context)
+        except (StreamError, ConnectionError) as error:
+            await refuse(context, error)
 
     def _load(self, stats: dict[str, Any]) -> Any:
         model, workers = self._serving.model, stats.get("workers", ())

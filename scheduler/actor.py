@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
+from scheduler.cache_feed import CacheFeed, CacheNews
 from scheduler.core import Scheduler
 from scheduler.events import (
     CacheReset,
+    CacheWatched,
     Cancelled,
     CloseSession,
     Command,
@@ -34,6 +36,7 @@ from scheduler.events import (
     StepFinished,
     Submitted,
     SwapRequested,
+    TellCacheChanges,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -52,6 +55,8 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 10.0
 MAX_VIEWED_STEPS, MAX_VIEWED_FRAMES = 400, 2048
 DRAFT_BLOCKS_TIMEOUT_S = 0.5
+CACHE_NEWS_TIMEOUT_S = 1.0
+CACHE_ASKED_S = 10.0  # nobody asked for so long: the caches are not watched any more
 SHORT_SESSION_S = 2.0  # a worker whose sessions are no longer is not tried again at once
 
 
@@ -175,6 +180,9 @@ class SchedulerActor:
         self._max_waiting_tokens = max_waiting_tokens
         self._silent: set[str] = set()  # workers whose last session ended in silence
         self._absent: dict[str, str] = {}  # worker id -> why it is not there, while it fails to come up
+        self._cache_feed: CacheFeed | None = None  # while somebody asks for it
+        self._cache_changed = asyncio.Event()  # replaced whenever it is set
+        self._cache_asked_s = 0.0
         self._started = False
         self._failure: str | None = None
 
@@ -271,6 +279,43 @@ class SchedulerActor:
             worker["draft_blocks"] = known.get(worker["worker_id"])
         return view | {"life": str(self._life), "now_ns": time.monotonic_ns(), "trail": trail}
 
+    async def cache_changes(self, after: int | None) -> CacheNews | None:
+        """What the prefix caches gained and lost after a number, at once or when there is something, or soon nothing.
+
+        None as a number asks for a snapshot; None comes back when that number is too far behind, or of another life.
+        """
+        self._require_life()
+        feed = self._followed_caches()
+        if after is None:
+            return feed.snapshot()
+        if after == feed.seq:
+            try:
+                async with asyncio.timeout(CACHE_NEWS_TIMEOUT_S):
+                    await self._cache_changed.wait()
+            except TimeoutError:
+                pass
+            self._cache_asked_s = time.monotonic()
+        return feed.since(after)
+
+    def _followed_caches(self) -> CacheFeed:
+        self._cache_asked_s = time.monotonic()
+        if self._cache_feed is None:
+            is_partial = any(worker.pool.num_cached for worker in self._core.workers.values())
+            self._cache_feed = CacheFeed(time.time_ns() // 1000, is_partial=is_partial)
+            self._apply(CacheWatched(watched=True))
+        return self._cache_feed
+
+    def _watch_caches_no_longer_than_asked(self) -> None:
+        if self._cache_feed is not None and time.monotonic() - self._cache_asked_s > CACHE_ASKED_S:
+            self._cache_feed = None
+            self._apply(CacheWatched(watched=False))
+
+    def _take_cache_changes(self, command: TellCacheChanges) -> None:
+        assert self._cache_feed is not None
+        self._cache_feed.take(command)
+        self._cache_changed.set()
+        self._cache_changed = asyncio.Event()
+
     async def _draft_blocks(self, worker_id: str) -> tuple[str, dict[str, int] | None]:
         """Of one worker, as a page draws them; None too when it does not answer at once."""
         try:
@@ -350,6 +395,8 @@ class SchedulerActor:
                     messages.setdefault(command.front_end, []).append(command)
                 case CloseSession():
                     self._end_session(command.worker_id, command.session, command.message)
+                case TellCacheChanges():
+                    self._take_cache_changes(command)
                 case _:
                     assert_never(command)
         for front_end, message in messages.items():
@@ -542,6 +589,7 @@ class SchedulerActor:
         while True:
             await asyncio.sleep(self._liveness.tick_s)
             self._apply(Tick(now_ns=time.monotonic_ns()))
+            self._watch_caches_no_longer_than_asked()
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -19,7 +19,9 @@ from scheduler.blocks import BlockPool
 from scheduler.checks import check_scheduler
 from scheduler.commit import Committed, commit_live, delivered_tokens, is_live, is_protocol_error
 from scheduler.events import (
+    CacheCleared,
     CacheReset,
+    CacheWatched,
     Cancelled,
     CloseSession,
     Command,
@@ -36,16 +38,19 @@ from scheduler.events import (
     StepFinished,
     Submitted,
     SwapRequested,
+    TellCacheChanges,
     Tick,
     WorkerDown,
     WorkerUp,
 )
+from scheduler.fairness import FairShare
 from scheduler.plan import PlanBuilder, convert_frames, plan_running
 from scheduler.request import FinishReason, RejectCode, Request
 from scheduler.rows import RowTable
 from scheduler.state import FRAME_KIND_NAMES, FormerEpoch, FrameKind, RequestState, Step, StoryLine, WorkerState
 from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
+from scheduler.watched import WatchedPool
 
 MAX_ENDED_STORIES = 256
 ALWAYS_DRAFTS = 5  # K that is planned in any company; more only while prompts keep half of a step's budget
@@ -69,8 +74,10 @@ class Scheduler:
         self.counters = Counters()
         self._choose_drafts = choose_drafts
         self._weights: str | None = None
+        self._cache_watched = False
         self._next_epoch = 1
         self._next_arrival = 0
+        self._shares = FairShare(dict(config.tenant_weights))
         self._front_ends: list[str] = []
         self._deadlines: list[tuple[int, str, int]] = []  # (deadline_ns, request_id, arrival)
         self._ended_stories: OrderedDict[str, deque[StoryLine]] = OrderedDict()
@@ -85,6 +92,8 @@ class Scheduler:
         self._take(event)
         while self._plan_round():
             pass
+        if self._cache_watched:
+            self._tell_cache_changes()
         return self._commands
 
     def _take(self, event: Event) -> None:
@@ -111,6 +120,8 @@ class Scheduler:
                 self._weights = event.weights
             case DrainRequested():
                 self._on_drain_requested(event)
+            case CacheWatched():
+                self._on_cache_watched(event.watched)
             case Tick():
                 self._on_tick(event.now_ns)
             case _:
@@ -149,7 +160,8 @@ class Scheduler:
             return
         if live is not None:
             self._forget(live, "replaced by a higher attempt")
-        state = RequestState(request, self.config, self._next_arrival)
+        start = self._shares.start(request.tenant, request.most_tokens)
+        state = RequestState(request, self.config, self._next_arrival, start)
         self._next_arrival += 1
         self.requests[request.request_id] = state
         self._tell(state, f"submitted, attempt {request.attempt}, {state.num_prompt}+{state.num_outputs} tokens")
@@ -344,6 +356,25 @@ class Scheduler:
         if worker is not None:
             worker.drain_deadline_ns = event.deadline_ns
 
+    # ---- what somebody else may know of the caches ----
+
+    def _on_cache_watched(self, watched: bool) -> None:
+        """From now on, or no more. Told first is what running requests have cached."""
+        self._cache_watched = watched
+        for worker in self.workers.values():
+            if watched and not isinstance(worker.pool, WatchedPool):
+                worker.pool = pool = WatchedPool(worker.pool)
+                pool.tell_all(worker.rows)
+            elif not watched and isinstance(worker.pool, WatchedPool):
+                worker.pool = worker.pool.plain()
+
+    def _tell_cache_changes(self) -> None:
+        for worker in self.workers.values():
+            assert isinstance(worker.pool, WatchedPool)
+            changes = worker.pool.take_changes()
+            if changes:
+                self._commands.append(TellCacheChanges(worker_id=worker.worker_id, changes=changes))
+
     # ---- workers come and go ----
 
     def _on_worker_up(self, event: WorkerUp) -> None:
@@ -352,11 +383,12 @@ class Scheduler:
             if known.session == event.session:
                 return
             self._lose(known, "registered anew")
+        pool = BlockPool(event.num_blocks)
         self.workers[event.worker_id] = WorkerState(
             worker_id=event.worker_id,
             session=event.session,
             up=event,
-            pool=BlockPool(event.num_blocks),
+            pool=WatchedPool(pool) if self._cache_watched else pool,
             rows=RowTable(event.max_num_seqs, self.config.max_model_len, self.config.block_size),
         )
 
@@ -379,6 +411,8 @@ class Scheduler:
     def _lose(self, worker: WorkerState, message: str) -> None:
         """All frames of the session are settled at once; requests resume anywhere from their confirmed tokens."""
         del self.workers[worker.worker_id]
+        if self._cache_watched:
+            self._commands.append(TellCacheChanges(worker_id=worker.worker_id, changes=(CacheCleared(),)))
         for step in worker.in_flight.values():
             for index in np.flatnonzero(step.kind == FrameKind.DROP).tolist():
                 former = worker.former[int(step.plan.epochs[index])]
@@ -440,6 +474,8 @@ class Scheduler:
             live = live[np.isin(live, list(messages), invert=True)]
         if len(live):
             committed = commit_live(worker, step, result, live, self.counters, self.config)
+            if isinstance(worker.pool, WatchedPool):
+                worker.pool.tell_rows(worker.rows, step.rows.tolist())
             self._emit(worker, committed, result)
             if self.config.trace:
                 self._tell_frames(worker, step, result, live)
@@ -703,7 +739,10 @@ class Scheduler:
         epoch = self._next_epoch
         self._next_epoch += 1
         state.waits_since_epoch = 0
+        self._shares.serve(state.order_key[1])
         seat(state, hit, builder, epoch=epoch, front_end=self._front_end_index(state), config=self.config)
+        if isinstance(builder.worker.pool, WatchedPool):
+            builder.worker.pool.tell_rows(builder.worker.rows, [state.row])
         where = f"worker {worker.worker_id} session {worker.session} row {state.row}"
         self._tell(state, f"seated: {where} epoch {epoch}, {len(hit)} hit blocks, T={state.num_tokens}")
 
@@ -731,8 +770,8 @@ class Scheduler:
 NO_INDEX: NDArray[np.intp] = np.empty(0, np.intp)
 
 
-def order_key(state: RequestState) -> tuple[int, int]:
-    """Place in the queue: (priority, arrival)."""
+def order_key(state: RequestState) -> tuple[int, int, int]:
+    """Place in the queue: (priority, start of its fair share, arrival)."""
     return state.order_key
 
 

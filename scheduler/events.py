@@ -103,6 +103,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheWatched:
+    """Somebody follows what the prefix caches hold, or nobody does any more."""
+
+    watched: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """The time now, on a monotonic clock. Deadlines and repeats of unanswered plans hang on it."""
 
@@ -121,6 +128,7 @@ Event = (
     | PreemptRequested
     | SwapRequested
     | DrainRequested
+    | CacheWatched
     | Tick
 )
 
@@ -190,7 +198,40 @@ class CloseSession:
     message: str
 
 
-Command = StartStep | EmitTokens | FinishRequest | RejectRequest | CloseSession
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored:
+    """A prefix could hit this block from now on."""
+
+    digest: bytes
+    parent: bytes | None  # of the block before it; None: it is a first one
+    token_bytes: bytes  # its tokens, int32
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRemoved:
+    """No prefix hits this block any more."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCleared:
+    """Likewise, for every block."""
+
+
+CacheChange = BlockStored | BlockRemoved | CacheCleared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellCacheChanges:
+    """What one worker's prefix cache gained and lost, in order. Only while it is watched."""
+
+    worker_id: str
+    changes: tuple[CacheChange, ...]
+
+
+Command = StartStep | EmitTokens | FinishRequest | RejectRequest | CloseSession | TellCacheChanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,3 +264,4 @@ class SchedulerConfig:
     resend_after_ns: int = 1_000_000_000  # an unanswered plan is sent again
     retry_after_ms: int = 1000  # hint to clients when the queue is full
     trace: bool = False  # tell every frame in story(), not only what happens to a request
+    tenant_weights: tuple[tuple[str, int], ...] = ()  # shares of those that wait; 1 for every other tenant

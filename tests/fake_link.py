@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cluster.frontend import Delivered, FrontEnd, SchedulerUnavailable
+from scheduler.cache_feed import CacheFeed, CacheNews
 from scheduler.events import EmitTokens, FinishRequest, RejectRequest
 from scheduler.request import FinishReason, RejectCode, Request
 from scheduler.step import RowLogprobs
@@ -66,6 +67,7 @@ class FakeLink:
         self.preempted: list[str] = []
         self.resets: list[bool] = []
         self.swaps: list[str] = []
+        self.feed = CacheFeed(1000, is_partial=False)
         self.live: dict[str, Live] = {}
         self.stall_at: int | None = None  # outputs after which requests get no more
         self.lose: set[int] = set()  # deliveries that never arrive
@@ -119,6 +121,13 @@ class FakeLink:
             raise SchedulerUnavailable("the scheduler is away")
         trail = {"number": after, "steps": [], "messages": [], "ended": []}
         return {"life": "1", "now_ns": 0, "block_size": 16, "workers": [], "requests": [], "trail": trail}
+
+    async def cache_changes(self, after: int | None) -> CacheNews | None:
+        if not self.available:
+            raise SchedulerUnavailable("the scheduler is away")
+        if after == self.feed.seq:
+            await asyncio.sleep(0.005)
+        return self.feed.snapshot() if after is None else self.feed.since(after)
 
     async def recording(self) -> bytes:
         raise ValueError("no events are recorded")

@@ -201,13 +201,6 @@ async def test_other_methods_are_unimplemented(up: Served, method: str, message:
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_kv_events_are_unimplemented(up: Served) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub(up).SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()):
-            pass
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_services_of_other_engines_are_unimplemented(up: Served) -> None:
     probe = up.channel.unary_unary("/sglang.grpc.scheduler.SglangScheduler/HealthCheck")
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -20,6 +20,7 @@ from cluster.frontend import FrontEnd, SchedulerUnavailable
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
 from scheduler.actor import Liveness, Message, SchedulerActor, StepRaised, WorkerUnreachable
+from scheduler.cache_feed import CacheNews
 from scheduler.events import SchedulerConfig, WorkerUp
 from scheduler.request import Request
 from scheduler.step import StepPlan, StepResult
@@ -145,6 +146,9 @@ class InProcessLink:
 
     async def recording(self) -> bytes:
         return await self._there().recording()
+
+    async def cache_changes(self, after: int | None) -> CacheNews | None:
+        return await self._there().cache_changes(after)
 
     async def stats(self) -> dict[str, object]:
         return asdict(await self._there().stats())

@@ -9,6 +9,7 @@ from typing import assert_never
 
 from scheduler.events import (
     CacheReset,
+    CacheWatched,
     Cancelled,
     CloseSession,
     Command,
@@ -25,6 +26,7 @@ from scheduler.events import (
     StepFinished,
     Submitted,
     SwapRequested,
+    TellCacheChanges,
     Tick,
     WorkerDown,
     WorkerUp,
@@ -85,7 +87,7 @@ class Ledger:
                 self._before_result(event)
             case Tick():
                 self._before_tick(event)
-            case Submitted() | FrontEndLost() | DrainRequested() | SwapRequested():
+            case Submitted() | FrontEndLost() | DrainRequested() | SwapRequested() | CacheWatched():
                 pass
             case _:
                 assert_never(event)
@@ -210,7 +212,7 @@ class Ledger:
                     self._finished(event, command)
                 case StartStep():
                     self._started(command)
-                case RejectRequest() | CloseSession():
+                case RejectRequest() | CloseSession() | TellCacheChanges():
                     pass
                 case _:
                     assert_never(command)
@@ -547,6 +549,8 @@ class Ledger:
         by_priority = self.config.scheduling_policy == "priority"
         if by_priority and other.request.priority > attempt.request.priority:
             return False
+        if other.request.tenant != attempt.request.tenant:
+            return False  # by their shares
         return self._could_hold(session, other)
 
     def _overtake(self, other: Attempt, attempt: Attempt, session: Session) -> None:
