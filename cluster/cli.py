@@ -89,6 +89,9 @@ def serve(
     speculative_config: Annotated[str, typer.Option(help="A JSON object; null: no drafts.")] = DEFAULT_SPECULATION,
     max_waiting: Annotated[int, typer.Option(help="Queued requests before RESOURCE_EXHAUSTED.")] = DEFAULTS.max_waiting,
     max_waiting_tokens: Annotated[int | None, typer.Option(help="In tokens; default: 8 times the pools.")] = None,
+    tenant_weights: Annotated[
+        str | None, typer.Option(help='Shares of tenants that wait, as JSON: {"gold": 3}; 1 for others.')
+    ] = None,
     record_events: Annotated[int, typer.Option(help="Scheduler events kept for `record`; 0: none.")] = 0,
     num_front_ends: Annotated[int, typer.Option(help="On ports counted up from --port.")] = DEFAULTS.num_front_ends,
     address: Annotated[str | None, typer.Option(help="HOST:PORT or auto: join this running Ray cluster.")] = None,

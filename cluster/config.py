@@ -15,6 +15,7 @@ from cluster.loopback import is_loopback
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 QUANTIZATIONS = (None, "int8")
+MAX_WEIGHT = 1000  # of a tenant
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTIONS = ("auto", "cpu", "triton")
 POLICIES = ("fcfs", "priority")
@@ -145,6 +146,7 @@ class ServeConfig:
     threads: int | None = None  # of one worker
     max_waiting: int = 4096  # requests
     max_waiting_tokens: int | None = None  # prompts and outputs at most; None: eight times what the pools hold
+    tenant_weights: str | None = None  # a JSON object: a tenant's share of the service where several wait, 1 for others
     record_events: int = 0  # length of the scheduler's log; 0: none
     address: str | None = None  # of a running Ray cluster to join; None: one of this machine alone
     num_front_ends: int = 1
@@ -174,6 +176,7 @@ class ServeConfig:
             raise ConfigError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         self.speculative.check()
         self.faults.check()
+        parse_weights(self.tenant_weights)
         self._check_security()
 
     @property
@@ -229,6 +232,21 @@ RANGES: dict[str, tuple[float, float | None]] = {
     "worker_down_after_s": (0.05, None),
     "worker_hung_after_s": (0.05, None),
 }
+
+
+def parse_weights(text: str | None) -> tuple[tuple[str, int], ...]:
+    """Tenants and their shares; ConfigError unless it is an object of whole numbers from 1 to MAX_WEIGHT."""
+    try:
+        weights = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--tenant-weights is not JSON: {error}") from error
+    if not isinstance(weights, dict):
+        raise ConfigError(f"--tenant-weights must be a JSON object, got {type(weights).__name__}")
+    for tenant, weight in weights.items():
+        if type(weight) is not int or not 1 <= weight <= MAX_WEIGHT:
+            limit = f"a whole number in [1, {MAX_WEIGHT}]"
+            raise ConfigError(f"--tenant-weights: {tenant!r} must be {limit}, got {weight!r}")
+    return tuple(weights.items())
 
 
 def _dashed(name: str) -> str:

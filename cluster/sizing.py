@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 import worker
-from cluster.config import ServeConfig
+from cluster.config import ServeConfig, parse_weights
 from cluster.errors import ConfigError
 from scheduler.events import SchedulerConfig
 from worker.actor import WorkerSpec
@@ -228,6 +228,7 @@ def _scheduler_config(config: ServeConfig, device: str, max_model_len: int, num_
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         max_waiting=config.max_waiting,
+        tenant_weights=parse_weights(config.tenant_weights),
         largest_pool_blocks=num_blocks if num_blocks is not None else 1 << 30,
         resend_after_ns=RESEND_AFTER_FAULTS_NS if config.faults.any else RESEND_AFTER_NS,
     )

@@ -1,8 +1,8 @@
 """Admitting waiting requests: who goes first, where, and how much of the prefix is already there.
 
-Order is (priority, arrival). A head that must wait closes every worker it could run on to those behind
-it, so nobody is starved; a request that no live worker can hold closes nothing. Knows nothing about
-results; placement weights are documented at `placement_cost`.
+Order is (priority, start of the tenant's fair share, arrival). A head that must wait closes every worker it could
+run on to those behind it, so nobody is starved; a request that no live worker can hold closes nothing. Knows nothing
+about results; placement weights are documented at `placement_cost`.
 """
 
 from collections import Counter

@@ -20,7 +20,7 @@ import numpy as np
 from scheduler.core import ChooseDrafts, Scheduler
 from scheduler.events import Command, Event, SchedulerConfig
 
-FORMAT = 1
+FORMAT = 2
 RAISED = b"raised"
 DEFAULT_MAX_EVENTS = 20_000
 ALLOWED_NAMES = {

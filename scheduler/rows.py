@@ -99,7 +99,7 @@ class RowTable:
         self.states[row] = state
         self._order = None
         self.epoch[row] = epoch
-        self.priority[row], self.arrival[row] = state.order_key
+        self.priority[row], self.arrival[row] = state.order_key[0], state.arrival
         self.num_tokens[row] = state.num_tokens
         self.num_prompt[row] = state.num_prompt
         self.end[row] = state.end

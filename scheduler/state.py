@@ -43,11 +43,12 @@ class RequestState:
         "token_ids", "waits_since_epoch", "worker",
     )  # fmt: skip
 
-    def __init__(self, request: Request, config: SchedulerConfig, arrival: int) -> None:
+    def __init__(self, request: Request, config: SchedulerConfig, arrival: int, start: int) -> None:
+        """`start`: where it starts on the clock of its tenant's fair share."""
         self.request = request
         self.arrival = arrival
         by_priority = config.scheduling_policy == "priority"
-        self.order_key = (request.priority if by_priority else 0, arrival)
+        self.order_key = (request.priority if by_priority else 0, start, arrival)
         self.token_ids: Int32Array = request.prompt_token_ids  # replaced, never written to
         if len(request.resume_token_ids):
             self.token_ids = np.concatenate((self.token_ids, request.resume_token_ids))

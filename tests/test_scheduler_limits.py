@@ -142,7 +142,7 @@ def test_max_tokens_inside_a_run_cuts_it_there() -> None:
 def test_two_tokens_of_a_run_of_three_are_kept_with_max_tokens_2() -> None:
     """[10, 11, 12] gives [10, 11] and "length"; a stop at the same token is a stop."""
     request = submitted("r0", 8, max_tokens=2, sampling=SamplingParams(stop_token_ids=(42,))).request
-    state = RequestState(request, SchedulerConfig(), 0)
+    state = RequestState(request, SchedulerConfig(), 0, 0)
     assert state.first_stop(np.array([10, 11, 12], np.int32), 0) == (2, FinishReason.LENGTH, None)
     assert state.first_stop(np.array([10, 42, 12], np.int32), 0) == (2, FinishReason.STOP, 42)
     assert state.first_stop(np.array([10], np.int32), 0) is None

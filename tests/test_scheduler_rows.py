@@ -15,7 +15,7 @@ def state_of(
     request_id: str, *, priority: int = 0, arrival: int = 0, sampling: SamplingParams | None = None
 ) -> RequestState:
     request = submitted(request_id, 8, max_tokens=4, priority=priority, sampling=sampling).request
-    return RequestState(request, CONFIG, arrival)
+    return RequestState(request, CONFIG, arrival, 0)
 
 
 def seat(table: RowTable, state: RequestState, epoch: int) -> int:

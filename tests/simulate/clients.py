@@ -23,6 +23,7 @@ class Prompt:
     priority: int
     deadline_ns: int | None
     salt: int
+    tenant: str
     cancel_after: int | None  # outputs
     is_poison: bool
 
@@ -64,7 +65,7 @@ class Client:
             priority=prompt.priority,
             deadline_ns=prompt.deadline_ns,
             cache_salt=str(prompt.salt) if prompt.salt else "",
-            tenant="t",
+            tenant=prompt.tenant,
         )
 
     def take(self, offset: int, token_ids: list[int], versions: list[int]) -> bool:
@@ -138,6 +139,7 @@ class Authors:
             priority=rng.choice((0, 0, 0, 1, 2)),
             deadline_ns=now_ns + rng.randint(1, 400) * MS if rng.random() < weather.urgent else None,
             salt=salt,
+            tenant=f"t{salt}" if weather.config.tenant_weights else "t",
             cancel_after=rng.randint(0, max_tokens) if rng.random() < 0.12 else None,
             is_poison=rng.random() < weather.poisonous,
         )

@@ -175,5 +175,6 @@ class World:
         met[f"K by {self.weather.num_drafts_mode}"] += 1
         met["pools unequal"] += len(set(self.weather.pools)) > 1
         met["several workers"] += len(workers) > 1
+        met["tenants with shares"] += bool(self.config.tenant_weights)
         met["policy priority"] += self.config.scheduling_policy == "priority"
         return met
