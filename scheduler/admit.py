@@ -32,7 +32,7 @@ class Placement:
 
 def placement_cost(state: RequestState, worker: WorkerState, num_hit_tokens: int) -> int:
     """Tokens to compute, plus the worker's load in tokens. The least is chosen, then the first worker."""
-    inexact = state.num_outputs > 0 and state.fingerprint not in (None, worker.up.fingerprint)
+    inexact = state.num_outputs > 0 and state.fingerprint not in (None, worker.fingerprint)
     load = LOAD_TOKENS_PER_REQUEST * worker.rows.num_running
     return state.num_tokens - num_hit_tokens + load + INEXACT_TOKENS * inexact
 

@@ -733,8 +733,8 @@ class Scheduler:
         self.counters.prefix_cache_queries += state.num_tokens
         self.counters.prefix_cache_hits += len(hit) * self.config.block_size
         if state.fingerprint is None or state.num_outputs == 0:
-            state.fingerprint = worker.up.fingerprint
-        elif state.fingerprint != worker.up.fingerprint:
+            state.fingerprint = worker.fingerprint
+        elif state.fingerprint != worker.fingerprint:
             state.inexact = True
         epoch = self._next_epoch
         self._next_epoch += 1

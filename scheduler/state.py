@@ -144,6 +144,11 @@ class WorkerState:
     drain_deadline_ns: int | None = None
 
     @property
+    def fingerprint(self) -> str:
+        """Equal ones give bitwise equal logits: the one it registered with, and what its weights were swapped to."""
+        return self.up.fingerprint if self.weights is None else f"{self.up.fingerprint} swapped=({self.weights})"
+
+    @property
     def accepts(self) -> bool:
         """Whether requests may be placed here."""
         return self.drain_deadline_ns is None

@@ -203,5 +203,5 @@ def worker_snapshot(worker: WorkerState) -> WorkerStats:
         num_free_blocks=worker.pool.num_free,
         num_cached_blocks=worker.pool.num_cached,
         draining=not worker.accepts,
-        fingerprint=worker.up.fingerprint,
+        fingerprint=worker.fingerprint,
     )

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.events import CacheReset, DrainRequested, PreemptRequested, StepFinished
+from scheduler.events import CacheReset, DrainRequested, PreemptRequested, StepFinished, SwapRequested
 from tests.builders import Stage, prompt_of, scripted, submitted
 
 
@@ -466,6 +466,21 @@ def test_request_moved_before_its_first_token_is_exact() -> None:
     stage.run()
     assert not stage.finished["r0"].inexact
     assert stage.outputs["r0"] == scripted("r0", 0, 10)
+
+
+def test_stream_that_crosses_a_swap_of_weights_is_inexact_and_one_that_began_after_it_is_not() -> None:
+    """Its first tokens are another model's; also where the same worker, or one that was swapped too, goes on."""
+    stage = small()
+    stage.up("a", fingerprint="cpu")
+    stage.handle(submitted("r0", 8, max_tokens=10))
+    stage.answer("a")
+    stage.answer("a")
+    stage.handle(SwapRequested(weights="1 /other"))
+    stage.handle(submitted("r1", 8, max_tokens=10))
+    stage.run()
+    assert stage.finished["r0"].inexact
+    assert not stage.finished["r1"].inexact
+    assert stage.scheduler.workers["a"].fingerprint == "cpu swapped=(1 /other)"
 
 
 def test_arrival_says_what_the_worker_must_know() -> None:

@@ -538,7 +538,7 @@ class Ledger:
         attempt.overtaken = attempt.num_holders = 0
         if not attempt.token_ids:  # nothing depends on the numbers of an earlier worker
             attempt.fingerprints.clear()
-        attempt.fingerprints.add(session.up.fingerprint)
+        attempt.fingerprints.add(f"{session.up.fingerprint} {session.version}")
         session.epochs[epoch] = attempt
         for other in self.live.values():
             if other.epoch is None and other.arrival < attempt.arrival and self._goes_first(other, attempt, session):
