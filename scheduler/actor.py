@@ -174,7 +174,6 @@ class SchedulerActor:
         self._queued: dict[str, tuple[int, str]] = {}
         self._queue_time = DurationCounter()
         self._trail = Trail()
-        self._fingerprints: dict[str, str] = {}  # by worker id
         self._weights: str | None = None  # what all workers were last swapped to
         self._notices = tuple(notices)
         self._max_waiting_tokens = max_waiting_tokens
@@ -415,7 +414,8 @@ class SchedulerActor:
 
     def _seated(self, command: StartStep) -> Iterator[Seated]:
         """For each arrival: whose stream goes on with what numbers."""
-        fingerprint = self._fingerprints.get(command.worker_id, "")
+        worker = self._core.workers.get(command.worker_id)
+        fingerprint = worker.fingerprint if worker is not None else ""
         for arrival in command.plan.arrivals:
             state = self._core.requests.get(arrival.request_id)
             if state is not None and state.epoch == arrival.epoch:
@@ -503,7 +503,6 @@ class SchedulerActor:
         except WorkerUnreachable as error:
             return f"it does not register: {error}", 0.0
         began_s = time.monotonic()
-        self._fingerprints[worker_id] = worker_up.fingerprint
         self._apply(worker_up)
         message = await self._watch(worker_id, session)
         self._apply(WorkerDown(worker_id=worker_id, session=session.number, message=message))
