@@ -5,6 +5,7 @@ process of the command line or of a test.
 """
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from cluster.link import RayWorkerPort, one_line
 from cluster.listening import check_port_is_free, metrics_config, server_config
 from cluster.local_ray import LocalRay
 from cluster.loopback import host_port
+from cluster.otlp import traces_endpoint
 from cluster.ray_watch import RayWatch
 from cluster.sizing import num_cpus, size
 from scheduler.actor import Liveness, SchedulerActor, WorkerPort
@@ -63,6 +65,7 @@ class Deployment:
         self.config = config
         if config.address is None:
             self.sizes = size(config, directory)
+        self._traces_endpoint = traces_endpoint(config.otlp_traces_endpoint, os.environ)
         server_config(config).check()
         check_port_is_free(config.host, config.port)
         if config.metrics_port:
@@ -265,6 +268,7 @@ class Deployment:
             dtype=self.sizes.dtype,
             seed=self.config.seed,
             logs=self.config.logs,
+            traces_endpoint=self._traces_endpoint,
             ray_parts=self.ray.parts(),
         )
         actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=-1, **self._here())

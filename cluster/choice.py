@@ -70,7 +70,9 @@ class Choice:
         self.index = index
         self.finish: Finish | None = None
         self.num_resubmissions = 0
-        self.last_token_s: float | None = None  # on the loop's clock; None before the first
+        self.seated_s: float | None = None  # when it was first planned, on the loop's clock
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None  # None before the first
         self.fingerprint = request.fingerprint  # of the numbers its tokens were computed with; None: unknown
         self.inexact = False  # it went on with others
         self._text = text
@@ -118,8 +120,9 @@ class Choice:
             )
         return Taken.STOPPED if stopped else Taken.NEW
 
-    def seated(self, fingerprint: str) -> None:
+    def seated(self, fingerprint: str, now_s: float) -> None:
         """What comes now is computed with these numbers."""
+        self.seated_s = self.seated_s or now_s
         if self.num_tokens == 0 or self.fingerprint is None:
             self.fingerprint = fingerprint
         self.inexact = self.inexact or fingerprint != self.fingerprint

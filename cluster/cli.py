@@ -100,6 +100,9 @@ def serve(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = DEFAULTS.log_level,
     log_file: Annotated[str | None, typer.Option(help="Of every process; default: each one's stderr.")] = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log what requests ask, too.")] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="http://HOST:PORT of an OpenTelemetry receiver over gRPC: a span per request.")
+    ] = None,
     worker_down_after_s: Annotated[
         float, typer.Option(help="Silence after which a worker is lost.")
     ] = DEFAULTS.worker_down_after_s,

@@ -156,6 +156,7 @@ class ServeConfig:
     log_level: str = "info"
     log_file: str | None = None  # of every process; None: each one's stderr, which Ray keeps for actors
     log_prompts: bool = False
+    otlp_traces_endpoint: str | None = None  # http://HOST:PORT of a receiver over gRPC; None: OpenTelemetry's variables
     heartbeat_s: float = 0.5
     worker_down_after_s: float = 3.0  # silent for so long
     worker_hung_after_s: float = 20.0  # silent for so long more: its process is ended

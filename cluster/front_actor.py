@@ -5,12 +5,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
 
 from cluster.admin_service import VIEW_METHOD
-from cluster.frontend import FrontEnd
+from cluster.frontend import FrontEnd, RequestObserver
 from cluster.link import RaySchedulerLink
 from cluster.logs import LogConfig
 from cluster.metrics import Metrics
@@ -24,6 +25,9 @@ from cluster.serving import Serving
 from cluster.text import Tokenizer, load_tokenizer
 from scheduler.actor import SchedulerActor
 from worker.actor import unpack
+
+if TYPE_CHECKING:
+    from cluster.spans import Spans
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -43,6 +47,7 @@ class FrontEndSpec:
     dtype: str
     seed: int | None  # of the seeds drawn for requests that bring none; None: of the system
     logs: LogConfig = field(default_factory=LogConfig)
+    traces_endpoint: str | None = None  # of an OTLP receiver; None: no spans
     ray_parts: tuple[RayPart, ...] = ()  # without which there is no scheduler for long
 
 
@@ -56,6 +61,7 @@ class FrontEndActor:
         self._server: Server | None = None
         self._metrics: MetricsServer | None = None
         self._following: asyncio.Task[None] | None = None  # the scheduler
+        self._spans: Spans | None = None
         self._closed_because = "the scheduler is lost"
         self._watching: asyncio.Task[None] | None = None  # Ray
 
@@ -74,7 +80,7 @@ class FrontEndActor:
             name=self._spec.name,
             tokenizer=self._tokenizer,
             draw_seed=_seeds(self._spec.seed, self._spec.name),
-            observers=[RequestLog(self._tokenizer, prompts=self._spec.logs.prompts)],
+            observers=self._observers(),
         )
         me = ray.get_runtime_context().current_actor
         connection = await link.connect(self._front_end, me)
@@ -85,7 +91,7 @@ class FrontEndActor:
         if self._spec.metrics is not None:
             guard = self._server.guard
             page = Page(self._front_end, self._spec.model_name, lambda token: guard.admits(VIEW_METHOD, token))
-            self._metrics = MetricsServer(Metrics(self._front_end, guard), self._spec.metrics, page)
+            self._metrics = MetricsServer(Metrics(self._front_end, guard, self._spans), self._spec.metrics, page)
             await self._metrics.start()
         self._following = asyncio.get_running_loop().create_task(link.follow(self._front_end, me, connection))
         self._watching = asyncio.get_running_loop().create_task(self._watch_ray())
@@ -113,6 +119,8 @@ class FrontEndActor:
             await self._server.stop(grace_s)
         if self._metrics is not None:
             await self._metrics.stop()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.stop)
         for task in (self._following, self._watching):
             if task is not None:
                 task.cancel()
@@ -127,6 +135,17 @@ class FrontEndActor:
         self._closed_because = lost
         self._following.cancel()  # a scheduler that still answers is no hope
         self._front_end.scheduler_lost(lost)
+
+    def _observers(self) -> list[RequestObserver]:
+        observers: list[RequestObserver] = [RequestLog(self._tokenizer, prompts=self._spec.logs.prompts)]
+        if self._spec.traces_endpoint is not None:
+            from cluster.spans import Spans  # of an extra
+
+            self._spans = Spans(
+                self._spec.traces_endpoint, front_end=self._spec.name, model_name=self._spec.model_name
+            )
+            observers.append(self._spans)
+        return observers
 
     def _model(self) -> ServedModel:
         return ServedModel.from_directory(

@@ -419,7 +419,7 @@ class FrontEnd:
     def _on_seated(self, command: Seated) -> None:
         subscribed = self._subscribed(command.stream, command.attempt)
         if subscribed is not None:
-            subscribed[1].seated(command.fingerprint)
+            subscribed[1].seated(command.fingerprint, asyncio.get_running_loop().time())
 
     def _subscribed(self, stream: int, attempt: int) -> tuple[Call, Choice] | None:
         found = self._open.get(stream)

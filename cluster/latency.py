@@ -27,6 +27,7 @@ class Latency:
     def took(self, call: Call, choice: Choice, num_tokens: int, now_s: float) -> None:
         """New tokens of a choice arrived."""
         if choice.last_token_s is None:
+            choice.first_token_s = now_s
             self.first_token.add(now_s - call.opened_s)
         else:
             self.inter_token.add((now_s - choice.last_token_s) / num_tokens, num_tokens)

@@ -6,7 +6,7 @@ them ours: reasons, status names, positions of drafts, worker ids. Never a tenan
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -14,6 +14,9 @@ from prometheus_client.exposition import choose_encoder
 from cluster.frontend import FrontEnd
 from cluster.guard import Guard
 from scheduler.stats import Durations
+
+if TYPE_CHECKING:
+    from cluster.spans import Spans
 
 PREFIX = "slipstream_"
 STATS_TIMEOUT_S = 2.0
@@ -69,8 +72,8 @@ WORKER_GAUGES = {
 class Metrics:
     """The page of one front end, with or without the scheduler's part."""
 
-    def __init__(self, front_end: FrontEnd, guard: Guard | None = None) -> None:
-        self._front_end, self._guard = front_end, guard
+    def __init__(self, front_end: FrontEnd, guard: Guard | None = None, spans: "Spans | None" = None) -> None:
+        self._front_end, self._guard, self._spans = front_end, guard, spans
 
     async def page(self, accept: str = "", *, with_scheduler: bool = True) -> tuple[bytes, str]:
         """The page and its content type, as a scraper's Accept header wants it."""
@@ -91,6 +94,8 @@ class Metrics:
         yield _counter("kv_event_subscribers_lost", "Subscribers to KV events that must begin anew.", lost)
         refused = self._guard.num_refused if self._guard is not None else {}
         yield _counter_by("refused_calls", "Calls refused before a service saw them.", "code", refused)
+        if self._spans is not None:
+            yield _counter("trace_spans_dropped", "Spans of requests that were not exported.", self._spans.num_dropped)
         first, between, whole = (c.snapshot() for c in (latency.first_token, latency.inter_token, latency.whole))
         yield _histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", first)
         yield _histogram("inter_token_latency_seconds", "Between tokens; a run shares its gap evenly.", between)
