@@ -5,6 +5,7 @@ Reads config.json and file sizes only; imports no torch, so the command line ans
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,8 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
     if (device, config.quantization) == ("cuda", "int8"):
         raise ConfigError("--quantization int8 needs --device cpu")
     drafts = _draft_spec(config, dtype, max_model_len)
+    threads = config.threads or max(1, num_cpus() // config.data_parallel_size)
+    cores = _cores(config, device, threads)
     workers = tuple(
         WorkerSpec(
             worker_id=f"worker-{index}",
@@ -111,7 +114,8 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             drafts=drafts,
-            threads=config.threads or max(1, num_cpus() // config.data_parallel_size),
+            threads=threads,
+            cores=cores[index],
         )
         for index in range(config.data_parallel_size)
     )
@@ -125,6 +129,16 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
         scheduler=_scheduler_config(config, device, max_model_len, num_blocks),
         workers=workers,
     )
+
+
+def _cores(config: ServeConfig, device: str, threads: int) -> Sequence[tuple[int, ...] | None]:
+    """Of each worker: cores of its own where several share this machine and there are enough; they wait for each
+    other's threads otherwise."""
+    count = config.data_parallel_size
+    cores = sorted(os.sched_getaffinity(0))
+    if device != "cpu" or config.address is not None or count == 1 or count * threads > len(cores):
+        return [None] * count
+    return [tuple(cores[index * threads : (index + 1) * threads]) for index in range(count)]
 
 
 def _draft_spec(config: ServeConfig, dtype: str, max_model_len: int) -> DraftSpec:

@@ -1,7 +1,9 @@
 """From flags and a checkpoint's config.json to the sizes of a deployment."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,21 @@ def test_the_pool_can_be_given_and_is_what_the_scheduler_measures_requests_again
     sizes = size(ServeConfig(device="cpu", num_gpu_blocks_override=20), directory)
     assert [worker.num_blocks for worker in sizes.workers] == [20]
     assert sizes.scheduler.largest_pool_blocks == 20
+
+
+def test_workers_of_one_machine_have_cores_of_their_own_where_there_are_enough(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {7, 2, 3, 5})
+
+    def cores(**flags: Any) -> list[tuple[int, ...] | None]:
+        return [worker.cores for worker in size(ServeConfig(device="cpu", **flags), directory).workers]
+
+    assert cores(data_parallel_size=2) == [(2, 3), (5, 7)]
+    assert cores(data_parallel_size=3, threads=1) == [(2,), (3,), (5,)]
+    assert cores(data_parallel_size=3, threads=2) == [None] * 3  # too few
+    assert cores() == [None]
+    assert cores(data_parallel_size=2, address="auto") == [None] * 2  # who knows on which machines
 
 
 def test_threads_are_shared_between_workers_unless_given(directory: Path) -> None:

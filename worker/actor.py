@@ -21,7 +21,7 @@ from ray.util import get_node_ip_address
 from scheduler.step import StepPlan, StepResult
 from worker.checkpoints import Checkpoints
 from worker.drafting import DraftSpec, draft_blocks
-from worker.process import environment
+from worker.process import bind, environment
 from worker.session import SessionQueue, StaleSession, StepError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class WorkerSpec:
     max_model_len: int
     drafts: DraftSpec
     threads: int
+    cores: tuple[int, ...] | None = None  # its own among several workers of this machine; None: any
 
     def environment(self) -> dict[str, str]:
         """What must be set before the worker's process imports torch or triton."""
@@ -221,6 +222,8 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
     from worker.runner import Runner
     from worker.sanitizer import KVSanitizer, is_wanted
 
+    if spec.cores is not None:
+        bind(spec.cores)
     torch.set_num_threads(spec.threads)
     num_blocks = spec.num_blocks if spec.num_blocks is not None else _blocks_that_fit(spec)
     directory = model_directory(spec)

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 
 # A decode reads every weight once. With small pages its page walks cost as much as the reads: large ones
 # halve a step on a virtual machine. glibc >= 2.35 asks the kernel for them, but not for the arenas of other
@@ -20,3 +22,11 @@ def restart_with(variables: dict[str, str]) -> None:
     """Start this program again unless it was started with these variables: some are read by the loader only."""
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | variables)
+
+
+def bind(cores: Iterable[int]) -> None:
+    """Run every thread of this process, and those it starts from now on, on these cores only."""
+    wanted = set(cores)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), wanted)

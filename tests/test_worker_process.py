@@ -1,0 +1,34 @@
+"""What a process that runs a model is made to run on."""
+
+import os
+import subprocess
+import sys
+
+from worker.process import environment
+
+BOUND = """
+import os, threading
+from worker.process import bind
+go = threading.Event()
+before = threading.Thread(target=go.wait)
+before.start()
+core = min(os.sched_getaffinity(0))
+bind([core])
+after = threading.Thread(target=go.wait)
+after.start()
+found = {thread: os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
+go.set()
+assert len(found) >= 3, found
+assert all(cores == {core} for cores in found.values()), found
+"""
+
+
+def test_every_thread_of_a_bound_process_stays_on_its_cores() -> None:
+    subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=60)
+
+
+def test_every_pool_of_threads_has_the_size_asked_for() -> None:
+    variables = environment(3)
+    assert {variables[f"{name}_NUM_THREADS"] for name in ("OMP", "MKL", "NUMBA")} == {"3"}
+    assert "hugetlb=1" in variables["GLIBC_TUNABLES"]
+    assert os.environ.get("NUMBA_NUM_THREADS") != "3"  # of this process, which is another
