@@ -6,6 +6,7 @@ in the instructions and no variables; nothing else may use them between `configu
 """
 
 import ctypes
+import logging
 import platform
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,6 +17,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+
+log = logging.getLogger(__name__)
 
 TILE_ROWS = 16
 TILE_BYTES = 64  # of a row: 32 bfloat16, or 16 float32
@@ -38,7 +41,10 @@ def is_available() -> bool:
     flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     if not set(flags.split()) >= FLAGS:
         return False
-    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
+    granted: bool = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    if not granted:
+        log.warning("this processor has AMX tiles, but the kernel refuses them: products are oneDNN's, and slower")
+    return granted
 
 
 def configuration(rows: Sequence[int]) -> np.ndarray:
