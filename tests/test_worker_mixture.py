@@ -52,8 +52,11 @@ def test_a_mixture_wants_what_its_model_wants() -> None:
 
 def test_the_policy_chooses_source_and_number() -> None:
     class Stubborn(PreferLookup):
-        def choose(self, rows: Sequence[RowState], available: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        def choose(
+            self, rows: Sequence[RowState], available: Sequence[tuple[int, int]], match_lengths: Sequence[int]
+        ) -> list[tuple[int, int]]:
             assert available == [(4, 2), (4, 2), (0, 2)]
+            assert match_lengths == [2, 2, 0]
             return [(LOOKUP, 1), (MODEL, 2), (MODEL, 0)]
 
     drafter = MixedDrafter(NgramDrafter(max_drafts=4), Sevens(), Stubborn())

@@ -1,50 +1,52 @@
 """How many drafts each row gets: as many as pay, none included.
 
-In each step the drafts of all rows are ranked by the chance that they are accepted, from what was accepted
-lately at each depth, and as many of them are made as give the most tokens per second, with the measured costs of
-verifying more tokens and of drafting. Rows without drafts are probed now and then. A policy: it never changes
-a stream, only when its tokens come.
+In each step the drafts of all rows are ranked by the chance that they are accepted, and as many are made as
+bring more tokens than their time is worth, at the rate at which tokens come now. While a model drafts, it is asked
+to stop where its certainty says so. What is not drafted is probed from a budget: a share of the time, and what
+probes bring. A policy: it never changes a stream, only when its tokens come.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from worker.draft_chances import (
+    NUM_SOURCES,
+    DraftChances,
+    Float64Array,
+    IntArray,
+    Outcome,
+    word_of_certainty,
+    word_of_match,
+)
 from worker.drafter import VerifiedStep
-from worker.mixture import MODEL
+from worker.mixture import LOOKUP, MODEL
 from worker.rows import RowState
-from worker.step_costs import Float64Array, StepCosts
+from worker.step_costs import StepCosts
 
-FORGET: Final = 0.96  # weight of what was seen at a depth one verification before
-FORGET_UNTRIED: Final = 0.98  # the same in a step that drafts less deep, or from another source
-WORKER_FORGET: Final = 0.998  # the same two of all rows together
-WORKER_FORGET_UNTRIED: Final = 0.99
-PRIOR_WEIGHT: Final = 2.0  # verifications that what is known of all rows counts for in one row
-FIRST_GUESS: Final = (0.7, 0.6)  # chance of a first draft by lookup, by a model, before anything was seen
-FIRST_WEIGHT: Final = 4.0
-MOST_CHANCE: Final = 0.98  # that is ever concluded for a depth from those before it
-KEEP: Final = 1.02  # a choice is changed for a gain of 2 %, not for noise
-DECIDE_EVERY: Final = 4  # steps: deciding costs as much as a draft may bring
-FIRST_PROBE: Final = 16  # steps without drafts before one is tried; doubled by every probe that fails
-LAST_PROBE: Final = 512
-NUM_SOURCES: Final = 2
-
-IntArray = NDArray[np.int64]
+LEARN_EVERY: Final = 4  # steps
+MORE: Final = 0.02  # more drafts are made for a gain of 2 %, not for noise
+LESS: Final = 0.004  # fewer for this one: what is lost to drafts is lost to someone who could do without
+RATE_FORGET: Final = 0.97  # of what one step says of tokens per time
+PROBE_SHARE: Final = 0.006  # of the time
+UNDECIDED: Final = -1
+PROBE_AFTER: Final = 8  # steps without a draft of a source before one is tried
 
 
 @dataclass(slots=True, eq=False)
 class RowPlan:
     """What was decided for one epoch."""
 
-    source: int = MODEL
-    num_drafts: list[int] = field(default_factory=lambda: [0, 0])  # by source
-    pending: int = MODEL  # source of the drafts to verify next
-    idle_steps: int = 0  # without a draft to verify
-    probe_after: int = FIRST_PROBE
-    is_probed: bool = False  # the pending draft is a probe
+    num_drafts: list[int] = field(default_factory=lambda: [UNDECIDED] * NUM_SOURCES)  # by source
+    idle_steps: list[int] = field(default_factory=lambda: [0] * NUM_SOURCES)  # since a draft of it was verified
+    source: int = MODEL  # of the drafts to verify next
+    words: list[int] = field(default_factory=list)  # what was said of each of them
+    reach: float = 1.0  # chance that all of them are accepted
+    dropped: float | None = None  # chance of one more, which was not worth it
+    is_probe: bool = False
 
 
 class AdaptiveDrafts:
@@ -54,22 +56,20 @@ class AdaptiveDrafts:
         self.costs = costs
         self._max_drafts = max_drafts
         self._depths = np.arange(max_drafts)
-        self._tried = np.zeros((NUM_SOURCES, max_drafts))  # of all rows: verifications that came to this depth
-        self._right = np.zeros((NUM_SOURCES, max_drafts))  # and accepted it
-        self._forget_rows()
+        self._chances = DraftChances(max_drafts)
+        self._plans: dict[int, RowPlan] = {}  # by epoch
+        self._num_steps = 0  # since it last learned
         self._num_tokens = 1  # of a step like the last one, drafts left out
         self._num_sampling = 1  # rows of it that return tokens
-
-    def _forget_rows(self) -> None:
-        shape = (0, NUM_SOURCES, self._max_drafts)
-        self._row_tried, self._row_right = np.zeros(shape), np.zeros(shape)  # by permanent row
-        self._plans: dict[int, RowPlan] = {}  # by epoch
-        self._seen: list[tuple[int, int, int, int]] = []  # row, source, verified, accepted: not learned yet
-        self._num_steps = 0  # since the last decision
+        self._tokens, self._elapsed_ns = 0.0, 0.0  # of the last steps that only decoded
+        self._probe_ns = 0.0  # budget
+        self._more: list[float] = [0.0]  # tokens that so many more to verify in the next step are worth
+        self._num_judged = 0  # depths that a model was judged at in this step
 
     def begin_session(self) -> None:
         """Rows are forgotten; what they taught about drafts and costs is not."""
-        self._forget_rows()
+        self._plans.clear()
+        self._chances.forget_rows()
 
     def forget(self, epoch: int) -> None:
         """An epoch has left this worker."""
@@ -79,7 +79,7 @@ class AdaptiveDrafts:
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from a step's acceptances and from its time."""
-        num_tokens = num_drafts = num_sampling = 0
+        num_tokens = num_drafts = num_sampling = num_outputs = 0
         is_decode = True
         for frame in step.frames:
             count, num_verified = frame.stop - frame.start, len(frame.draft_token_ids)
@@ -89,6 +89,7 @@ class AdaptiveDrafts:
             if frame.token_ids:
                 num_drafts += count - 1
                 num_sampling += 1
+                num_outputs += len(frame.token_ids)
                 plan = self._plans.get(frame.row.epoch)
                 if plan is not None:
                     self._note(plan, frame.row.row, num_verified, len(frame.token_ids) - 1)
@@ -97,165 +98,193 @@ class AdaptiveDrafts:
             self._num_tokens = num_tokens - num_drafts
             if is_decode:
                 self.costs.verified(num_tokens, step.verify_ns)
+                self._tokens = RATE_FORGET * self._tokens + num_outputs
+                self._elapsed_ns = RATE_FORGET * self._elapsed_ns + step.verify_ns
+                self._probe_ns = min(self._probe_ns + PROBE_SHARE * step.verify_ns, step.verify_ns)
 
     def _note(self, plan: RowPlan, row: int, num_verified: int, num_accepted: int) -> None:
-        self._seen.append((row, plan.pending, num_verified, num_accepted))
-        if num_verified == 0:
-            plan.idle_steps += 1
-            return
-        plan.idle_steps = 0
-        if num_accepted:
-            plan.probe_after = FIRST_PROBE
-        elif plan.is_probed:
-            plan.probe_after = min(2 * plan.probe_after, LAST_PROBE)
-        plan.is_probed = False
-
-    def _learn(self) -> None:
-        """Make statistics of what was seen since the last decision."""
-        if not self._seen:
-            return
-        rows, source, num_verified, num_accepted = np.array(self._seen, np.int64).T
-        self._seen.clear()
-        tried = (num_verified[:, None] > self._depths) & (num_accepted[:, None] >= self._depths)
-        right = num_accepted[:, None] > self._depths
-        shape = self._row_tried.shape
-        new_tried, new_right, steps = np.zeros(shape), np.zeros(shape), np.zeros((shape[0], 1, 1))
-        reached = np.zeros(shape)  # how often a depth could have been tried and was drafted, or not even come to
-        np.add.at(new_tried, (rows, source), tried)
-        np.add.at(new_right, (rows, source), right)
-        np.add.at(reached, (rows, source), num_verified[:, None] > self._depths)
-        np.add.at(steps, rows, 1.0)
-        # What is not tried any more is slowly forgotten, or a bad patch would be for ever.
-        keep = FORGET**new_tried * FORGET_UNTRIED ** (steps - reached)
-        self._row_tried = self._row_tried * keep + new_tried
-        self._row_right = self._row_right * keep + new_right
-        all_tried, num_steps = new_tried.sum(0), float(steps.max())
-        keep = np.where(reached.sum(0) > 0, WORKER_FORGET**all_tried, WORKER_FORGET_UNTRIED**num_steps)
-        self._tried = self._tried * keep + all_tried
-        self._right = self._right * keep + new_right.sum(0)
+        dropped = plan.dropped if num_verified == len(plan.words) else None
+        self._chances.note(Outcome(row, plan.source, plan.words, num_verified, num_accepted, dropped))
+        for source in range(NUM_SOURCES):
+            plan.idle_steps[source] += 1
+        if num_verified:
+            plan.idle_steps[plan.source] = 0
+            if plan.is_probe:
+                self._probe_ns += num_accepted / self._rate()
+        plan.is_probe = False
 
     def drafted(self, num_drafts: Sequence[int], elapsed_ns: int) -> None:
         """The model took so long to draft so many tokens for each of its rows."""
-        if num_drafts and max(num_drafts) > 0:
-            self.costs.drafted(len(num_drafts), max(num_drafts), elapsed_ns)
+        depth = max(self._num_judged, *num_drafts) if num_drafts else 0
+        if depth > 0:
+            self.costs.drafted(len(num_drafts), depth, elapsed_ns)
+            self._elapsed_ns += elapsed_ns
+
+    def _rate(self) -> float:
+        """Tokens per nanosecond: what time is worth."""
+        if self._elapsed_ns:
+            return self._tokens / self._elapsed_ns
+        return self._num_sampling / float(self.costs.verify_ns(np.array([float(self._num_tokens)]))[0])
 
     # ---- what to do ----
 
-    def choose(self, rows: Sequence[RowState], available: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def choose(
+        self, rows: Sequence[RowState], available: Sequence[tuple[int, int]], match_lengths: Sequence[int]
+    ) -> list[tuple[int, int]]:
         """Per row (source, number of drafts)."""
+        self._num_judged = 0
+        self._welcome(rows)
         self._num_steps += 1
-        strangers = [row for row in rows if row.epoch not in self._plans]
-        if strangers or self._num_steps >= DECIDE_EVERY:
-            self._welcome(strangers)
-            self._decide(rows, available)
-        return [self._choice(self._plans[row.epoch], options) for row, options in zip(rows, available, strict=True)]
-
-    def _choice(self, plan: RowPlan, options: tuple[int, int]) -> tuple[int, int]:
-        """What was decided, as far as it is there; or a probe."""
-        source = plan.source if options[plan.source] else 1 - plan.source
-        most = min(options[source], self._max_drafts)
-        wanted = min(plan.num_drafts[source], most)
-        if wanted == 0 and most > 0 and plan.idle_steps >= plan.probe_after:
-            wanted = 1
-            plan.is_probed = True
-        plan.pending = source
-        return source, wanted
-
-    def _welcome(self, strangers: Sequence[RowState]) -> None:
-        """Rows of new epochs. Their drafts are as good as the others' so far."""
-        if not strangers:
-            return
-        self._learn()
-        missing = 1 + max(row.row for row in strangers) - len(self._row_tried)
-        if missing > 0:
-            self._row_tried, self._row_right = (
-                np.pad(column, ((0, missing), (0, 0), (0, 0))) for column in (self._row_tried, self._row_right)
-            )
-        for row in strangers:
-            self._row_tried[row.row] = self._row_right[row.row] = 0.0
-            self._plans[row.epoch] = RowPlan()
-
-    def _decide(self, rows: Sequence[RowState], available: Sequence[tuple[int, int]]) -> None:
-        """Plan the next steps of these rows."""
-        self._num_steps = 0
-        self._learn()
-        if not rows:
-            return
+        if self._num_steps >= LEARN_EVERY:
+            self._num_steps = 0
+            self._chances.learn()
         plans = [self._plans[row.epoch] for row in rows]
-        index = np.array([row.row for row in rows], np.int64)
-        most = np.minimum(np.array(available, np.int64), self._max_drafts)
-        if not most.any():
-            return
-        source, reached = self._sources(index, most)
-        each = np.arange(len(rows))
-        most = most[each, source]
-        before = np.minimum(np.array([plan.num_drafts for plan in plans])[each, source], most)
-        wanted = self._best(source, reached, most)
-        if self._rate(wanted, source, reached) < KEEP * self._rate(before, source, reached):
+        words = [word_of_match(length) for length in match_lengths]
+        chosen = self._decide(rows, plans, available, words) if any(map(any, available)) else [(MODEL, 0)] * len(rows)
+        for plan, word, (source, count) in zip(plans, words, chosen, strict=True):
+            plan.source, plan.reach, plan.dropped = source, 1.0, None
+            plan.words = [word] * count if source == LOOKUP else []
+        return chosen
+
+    def _welcome(self, rows: Sequence[RowState]) -> None:
+        strangers = [row for row in rows if row.epoch not in self._plans]
+        if strangers:
+            self._chances.seat([row.row for row in strangers])
+            for row in strangers:
+                self._plans[row.epoch] = RowPlan()
+
+    def _decide(
+        self, rows: Sequence[RowState], plans: Sequence[RowPlan], available: Sequence[tuple[int, int]],
+        words: Sequence[int],
+    ) -> list[tuple[int, int]]:  # fmt: skip
+        index, each = np.array([row.row for row in rows], np.int64), np.arange(len(rows))
+        options = np.minimum(np.array(available, np.int64), self._max_drafts)  # [n, NUM_SOURCES]
+        log_odds = self._chances.log_odds[index]
+        log_odds[:, LOOKUP] += self._chances.lifts[LOOKUP, words][:, None]
+        reached = (1.0 / (1.0 + np.exp(-log_odds))).cumprod(2)
+        reached[self._depths >= options[:, :, None]] = 0.0
+        rate = self._rate()
+        sizes = self._num_tokens + np.arange(1.0 + max(int(options.max(1).sum()), len(rows) * self._max_drafts))
+        verify_ns = self.costs.verify_ns(sizes)
+        worth: Float64Array = rate * (verify_ns - verify_ns[0])
+        self._more = worth.tolist()
+        values = self._values(reached, options, rate)
+        source = values.argmax(1)
+        reached = reached[each, source]
+        most = options[each, source]
+        wanted = self._best(source, reached, most, worth, rate)
+        before = np.array([plan.num_drafts for plan in plans])[each, source]
+        before = np.where(before == UNDECIDED, wanted, np.minimum(before, most))
+        gain = self._value(wanted, source, reached, worth, rate) - self._value(before, source, reached, worth, rate)
+        if gain < (MORE if wanted.sum() > before.sum() else LESS) * np.count_nonzero(wanted != before):
             wanted = before
-        for plan, kind, count, options in zip(plans, source.tolist(), wanted.tolist(), available, strict=True):
-            plan.source = kind
-            if options[kind]:
-                plan.num_drafts[kind] = count
+        chosen = list(zip(source.tolist(), wanted.tolist(), strict=True))
+        for plan, (kind, count) in zip(plans, chosen, strict=True):
+            plan.num_drafts[kind] = count
+        self._probe(plans, available, chosen, values, rate)
+        return chosen
 
-    def _chances(self, rows: IntArray) -> Float64Array:
-        """[n, NUM_SOURCES, max_drafts] that a draft is accepted if those before it are.
+    def _values(self, reached: Float64Array, options: IntArray, rate: float) -> Float64Array:
+        """Tokens that the best number of drafts of each source is worth to a row, on average: [n, NUM_SOURCES]."""
+        num_rows = len(reached)
+        verify_cost = self._more[num_rows * self._max_drafts] / (num_rows * self._max_drafts)
+        draft_cost = rate * self.costs.draft_ns(num_rows) / num_rows
+        gains = reached - verify_cost - np.array([0.0, draft_cost])[:, None]
+        values = np.maximum(gains.cumsum(2).max(2), 0.0)
+        values[options == 0] = -1.0
+        return np.asarray(values)
 
-        A depth of which little is known is taken to be like the one before it, in all rows as in one.
-        """
-        known = np.empty_like(self._tried)
-        prior: Float64Array = np.array(FIRST_GUESS)
-        for depth in range(known.shape[1]):
-            prior = (self._right[:, depth] + FIRST_WEIGHT * prior) / (self._tried[:, depth] + FIRST_WEIGHT)
-            known[:, depth] = prior
-        right, tried = self._row_right[rows], self._row_tried[rows]
-        first = (right[:, :, 0] + PRIOR_WEIGHT * known[:, 0]) / (tried[:, :, 0] + PRIOR_WEIGHT)
-        # Of a row whose first drafts do better than others', better is expected of all.
-        expected = known * (first / np.maximum(known[:, 0], 0.01))[:, :, None]
-        return np.asarray((right + PRIOR_WEIGHT * np.minimum(expected, MOST_CHANCE)) / (tried + PRIOR_WEIGHT))
-
-    def _sources(self, rows: IntArray, most: IntArray) -> tuple[IntArray, Float64Array]:
-        """The better source of each row [n], and the chance that its drafts up to each are accepted [n, max_drafts]."""
-        low, high = self.costs.verify_ns(np.array([float(self._num_tokens), self._num_tokens + 4.0]))
-        # In tokens of this step: what verifying one more costs, and what drafting one more does.
-        verify_cost = (high - low) / 4 / low * self._num_sampling
-        draft_cost = self.costs.draft_ns(len(rows)) / low * self._num_sampling / len(rows)
-        reached = self._chances(rows).cumprod(2)
-        exists = self._depths < most[:, :, None]
-        reached = np.where(exists, reached, 0.0)
-        gains = np.where(exists, reached - verify_cost - np.array([0.0, draft_cost])[None, :, None], 0.0)
-        value = np.maximum(gains.cumsum(2).max(2), 0.0)
-        value[most == 0] = -1.0
-        source = value.argmax(1)
-        return source, reached[np.arange(len(rows)), source]
-
-    def _best(self, source: IntArray, reached: Float64Array, most: IntArray) -> IntArray:
-        """The number of drafts of each row that gives the most tokens per second in all."""
+    def _best(
+        self, source: IntArray, reached: Float64Array, most: IntArray, worth: Float64Array, rate: float
+    ) -> IntArray:
+        """The number of drafts of each row that brings the most tokens beyond what its time is worth."""
         row_of, depth_of = np.nonzero(self._depths < most[:, None])
         gain = reached[row_of, depth_of]
         # Chances fall with depth, so a row's drafts come in order; ties are broken by depth for the same end.
         order = np.lexsort((depth_of, -gain))
         row_of, depth_of, gain = row_of[order], depth_of[order], gain[order]
+        value = np.concatenate(([0.0], np.cumsum(gain))) - worth[: len(gain) + 1]
         by_model = source[row_of] == MODEL
-        depth = np.maximum.accumulate(np.where(by_model, depth_of + 1, 0))
-        num_model_rows = np.cumsum(by_model & (depth_of == 0))
-        tokens = self._num_sampling + np.concatenate(([0.0], np.cumsum(gain)))
-        elapsed = self.costs.verify_ns(self._num_tokens + np.arange(len(gain) + 1, dtype=np.float64))
-        elapsed[1:] += depth * self._draft_ns(num_model_rows)
-        kept = int((tokens / elapsed).argmax())
-        return np.bincount(row_of[:kept], minlength=len(reached))
+        if by_model.any():
+            depth = np.maximum.accumulate(np.where(by_model, depth_of + 1, 0))
+            num_model_rows = np.cumsum(by_model & (depth_of == 0))
+            value[1:] -= rate * depth * self._draft_ns(num_model_rows)
+        return np.bincount(row_of[: int(value.argmax())], minlength=len(reached))
 
     def _draft_ns(self, num_rows: IntArray) -> Float64Array:
         """Of one draft for each of so many rows, [n]; 0 for none."""
         sizes = np.frexp(num_rows)[1]  # numbers of one length in binary cost the same
-        by_size = [0.0, *(self.costs.draft_ns(1 << size) for size in range(int(sizes.max(initial=0))))]
+        by_size = [0.0, *(self.costs.draft_ns(1 << size >> 1) for size in range(1, 1 + int(sizes.max(initial=0))))]
         return np.array(by_size)[sizes]
 
-    def _rate(self, wanted: IntArray, source: IntArray, reached: Float64Array) -> float:
-        """Tokens per nanosecond with so many drafts for each row."""
-        tokens = self._num_sampling + float(reached[self._depths < wanted[:, None]].sum())
+    def _value(
+        self, wanted: IntArray, source: IntArray, reached: Float64Array, worth: Float64Array, rate: float
+    ) -> float:
+        """Tokens that so many drafts bring beyond what their time is worth."""
+        value = float(reached[self._depths < wanted[:, None]].sum() - worth[int(wanted.sum())])
         by_model = wanted[source == MODEL]
-        elapsed = float(self.costs.verify_ns(np.array([float(self._num_tokens + wanted.sum())]))[0])
         if by_model.any():
-            elapsed += int(by_model.max()) * self.costs.draft_ns(int((by_model > 0).sum()))
-        return tokens / elapsed
+            value -= rate * int(by_model.max()) * self.costs.draft_ns(int((by_model > 0).sum()))
+        return value
+
+    def _probe(
+        self, plans: Sequence[RowPlan], available: Sequence[tuple[int, int]], chosen: list[tuple[int, int]],
+        values: Float64Array, rate: float,
+    ) -> None:  # fmt: skip
+        """Try one draft of what was not tried for longest, if the budget has what that is expected to cost."""
+        untried = [
+            (plan.idle_steps[kind], index, kind)
+            for index, (plan, (source, count)) in enumerate(zip(plans, chosen, strict=True))
+            for kind in range(NUM_SOURCES)
+            if available[index][kind] and not (kind == source and count)
+        ]
+        tried, index, source = max(untried, default=(0, 0, 0))
+        if tried < PROBE_AFTER:
+            return
+        cost = self._more[1] / rate + (self.costs.draft_ns(1) if source == MODEL else 0.0)
+        if chosen[index][1]:
+            cost += max(float(values[index, chosen[index][0]]), 0.0) / rate
+        if cost <= self._probe_ns:
+            self._probe_ns -= cost
+            chosen[index] = (source, 1)
+            plans[index].is_probe = True
+
+    # ---- while a model drafts ----
+
+    def judge(self, rows: Sequence[RowState], certainties: Sequence[float]) -> list[tuple[bool, bool]]:
+        """Of each row's newest draft: whether it is worth verifying, and whether one more is worth drafting."""
+        depth, num_rows = self._num_judged, len(rows)
+        self._num_judged += 1
+        draft_cost = self._rate() * self.costs.draft_ns(num_rows)
+        last = len(self._more) - 1
+        verify = [self._more[min(num_rows * more, last)] / num_rows for more in range(depth, 1 + self._max_drafts)]
+        costs = [
+            verify[more] - verify[0] + max(more - 2, 0) * draft_cost / num_rows
+            for more in range(1, 1 + self._max_drafts - depth)
+        ]
+        worth = [self._worth(row, depth, certainty, costs) for row, certainty in zip(rows, certainties, strict=True)]
+        # One more draft of all rows takes as long as one of one row, nearly.
+        goes_on = sum(max(more, 0.0) for _, more in worth) > draft_cost
+        return [(keep, goes_on and more > 0.0) for keep, more in worth]
+
+    def _worth(self, row: RowState, depth: int, certainty: float, costs: Sequence[float]) -> tuple[bool, float]:
+        """Whether a row's newest draft is worth verifying, and tokens that those behind it are worth.
+
+        costs: in tokens, of verifying it and none, one, ... behind it, and of drafting those past the first.
+        """
+        plan, word = self._plans[row.epoch], word_of_certainty(certainty)
+        log_odds = self._chances.log_odds[row.row, MODEL, depth] + self._chances.lifts[MODEL, word]
+        chance = 1.0 / (1.0 + math.exp(-log_odds))
+        brought = following = reach = plan.reach * chance
+        best = -math.inf
+        for cost, next_chance in zip(costs[1:], self._chances.chances[row.row, MODEL, depth + 1 :], strict=True):
+            following *= float(next_chance)
+            brought += following
+            best = max(best, brought - cost)
+        first = reach - costs[0]
+        if max(first, best) <= 0.0 and not plan.is_probe:
+            plan.dropped = chance
+            return False, 0.0
+        plan.reach = reach
+        plan.words.append(word)
+        return True, best - max(first, 0.0)

@@ -180,12 +180,13 @@ class DraftModelDrafter(Drafter):
         rows = [seat.row for seat in drafting]
         positions = [row.num_tokens + step for row in rows]
         following: list[Frame] = []
-        for seat, token_id in zip(drafting, draft_tokens(rows, logits, positions, None), strict=True):
+        sampled, verdicts = draft_tokens(rows, logits, positions, None), self._verdicts(rows, logits)
+        for seat, token_id, (keep, go_on) in zip(drafting, sampled, verdicts, strict=True):
             mine = drafts[seat.row.epoch]
-            if token_id < 0:
+            if token_id < 0 or not keep:
                 continue
             mine.append(token_id)
-            if len(mine) < seat.limit:
+            if go_on and len(mine) < seat.limit:
                 position = seat.shadow.num_tokens + step
                 self._table.token_ids[seat.shadow.row, position] = token_id
                 following.append(_frame(seat, position + 1, samples=True))

@@ -6,6 +6,7 @@ Drafters see confirmed tokens only, by true length. Knows nothing about plans or
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from scheduler.step import Int32Array, Int64Array
 from worker.batch import Batch
 from worker.frames import Frame
 from worker.rows import RowState
+
+LONGEST_MATCH = 16  # tokens by which matches are told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,12 +29,22 @@ class VerifiedStep:
     verify_ns: int  # the forward and sampling
 
 
+class Judge(Protocol):
+    """Asked by a model that drafts, of each row's newest draft."""
+
+    def __call__(self, rows: Sequence[RowState], certainties: Sequence[float]) -> Sequence[tuple[bool, bool]]:
+        """Per row (worth verifying, worth one more); certainties: the model's probability of its likeliest token."""
+        ...
+
+
 class Drafter(ABC):
     """Proposes the next tokens of many rows at once. In each step: `observe`, then `propose`, perhaps for no row."""
 
     max_drafts: int  # the most it can propose for one row
     state_layers: tuple[int, ...] = ()  # layers of the target; what enters them is shown to `observe`
     drop_last_hit_block: bool = False  # its KV at the end of a block depends on the token after it
+    match_lengths: Sequence[int] = ()  # of the last proposal, per row, by a drafter that looks up
+    judge: Judge | None = None  # whoever may cut the drafts of a model short; None: nobody
     _max_model_len: int | None = None  # no drafts at or past this position
 
     def _limit_drafts(self, max_drafts: int, max_model_len: int | None) -> None:
@@ -44,6 +57,13 @@ class Drafter(ABC):
         """Of the wanted ones after so many confirmed tokens; 0 or less: none."""
         limit = min(wanted, self.max_drafts)
         return limit if self._max_model_len is None else min(limit, self._max_model_len - num_tokens)
+
+    def _verdicts(self, rows: Sequence[RowState], logits: torch.Tensor) -> Sequence[tuple[bool, bool]]:
+        """Per row whether its newest draft, made of these logits, is kept, and whether it may get one more."""
+        if self.judge is None:
+            return [(True, True)] * len(rows)
+        certainties = (logits.max(dim=1).values - logits.logsumexp(dim=1)).exp()
+        return self.judge(rows, certainties.tolist())
 
     def begin_session(self) -> None:  # noqa: B027  (most keep nothing)
         """Forget every row."""
@@ -97,18 +117,19 @@ class NgramDrafter(Drafter):
             raise ValueError(
                 f"prompt_lookup_min {prompt_lookup_min} must be in [1, prompt_lookup_max {prompt_lookup_max}]"
             )
+        self.match_lengths: list[int] = []
         self._min = prompt_lookup_min
         self._max = prompt_lookup_max
 
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         """Per row at most `num_propose` tokens."""
+        self.match_lengths = []
         return [self._propose(row.token_ids, wanted) for row, wanted in zip(rows, num_propose, strict=True)]
 
     def _propose(self, token_ids: Int32Array, wanted: int) -> list[int]:
         wanted = self._most_drafts(len(token_ids), wanted)
-        if wanted <= 0:
-            return []
-        start = latest_match(token_ids, self._min, self._max)
+        start = latest_match(token_ids, self._min, self._max) if wanted > 0 else None
+        self.match_lengths.append(0 if start is None else match_length(token_ids, start))
         if start is None:
             return []
         drafts: list[int] = token_ids[start : start + wanted].tolist()
@@ -135,3 +156,10 @@ def latest_match(token_ids: Int32Array, shortest: int, longest: int) -> int | No
         if length >= shortest:
             best = int(ends[-1]) + 1
     return best
+
+
+def match_length(token_ids: Int32Array, start: int) -> int:
+    """How many tokens before `start` are the last ones of all, as far as LONGEST_MATCH."""
+    length = min(LONGEST_MATCH, start)
+    differs = (token_ids[start - length : start] != token_ids[len(token_ids) - length :])[::-1]
+    return int(differs.argmax()) if differs.any() else length

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from worker.drafter import Drafter, VerifiedStep
+from worker.drafter import Drafter, Judge, VerifiedStep
 from worker.rows import RowState
 
 LOOKUP, MODEL = 0, 1  # sources of drafts
@@ -22,8 +22,18 @@ class DraftPolicy(Protocol):
 
     def observe(self, step: VerifiedStep) -> None: ...
 
-    def choose(self, rows: Sequence[RowState], available: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Per row (source, number of drafts), at most what is `available`: (found by lookup, left to the model)."""
+    def choose(
+        self, rows: Sequence[RowState], available: Sequence[tuple[int, int]], match_lengths: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Per row (source, number of drafts), at most what is `available`: (found by lookup, left to the model).
+
+        match_lengths: tokens that lookup found alike, 0 where it does not say.
+        """
+        ...
+
+    @property
+    def judge(self) -> Judge | None:
+        """Cuts short what the model drafts for the rows it was chosen for; None: nobody does."""
         ...
 
     def drafted(self, num_drafts: Sequence[int], elapsed_ns: int) -> None:
@@ -43,7 +53,11 @@ class PreferLookup:
     def observe(self, step: VerifiedStep) -> None:
         """Nothing is learned."""
 
-    def choose(self, rows: Sequence[RowState], available: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    judge: Judge | None = None
+
+    def choose(
+        self, rows: Sequence[RowState], available: Sequence[tuple[int, int]], match_lengths: Sequence[int]
+    ) -> list[tuple[int, int]]:
         """Everything lookup found, or everything the model may draft."""
         return [(LOOKUP, found) if found else (MODEL, left) for found, left in available]
 
@@ -61,6 +75,7 @@ class MixedDrafter(Drafter):
         self.max_drafts = max(drafter.max_drafts for drafter in drafters)
         if model is not None:
             self.state_layers, self.drop_last_hit_block = model.state_layers, model.drop_last_hit_block
+            model.judge = policy.judge
         self._drafters = drafters
         self._lookup, self._model, self._policy = lookup, model, policy
 
@@ -90,12 +105,15 @@ class MixedDrafter(Drafter):
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         """Per row drafts of one source, as many as the policy wants."""
         drafts: list[list[int]] = [[] for _ in rows]
+        lengths: Sequence[int] = ()
         if self._lookup is not None:
             drafts = self._lookup.propose(rows, num_propose)
+            lengths = self._lookup.match_lengths
         left = [0] * len(rows)
         if self._model is not None:
             left = [min(wanted, self._model.max_drafts) for wanted in num_propose]
-        chosen = self._policy.choose(rows, list(zip(map(len, drafts), left, strict=True)))
+        available = list(zip(map(len, drafts), left, strict=True))
+        chosen = self._policy.choose(rows, available, lengths or [0] * len(rows))
         asked = [index for index, (source, wanted) in enumerate(chosen) if source == MODEL and wanted > 0]
         for index, (source, wanted) in enumerate(chosen):
             drafts[index] = drafts[index][:wanted] if source == LOOKUP else []

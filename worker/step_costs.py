@@ -16,10 +16,13 @@ Float64Array = NDArray[np.float64]
 
 MEASURED_TOKENS = (1, 4, 5, 8, 16, 32, 64)
 ROUNDS = 4  # the first warms up
-DRIFT_RATE = 0.1  # of the load of the whole machine, which all steps share
-SHAPE_RATE = 0.05  # of what one size of step costs beside the others; more while little is known of it
-MOST_CHANGE = 2.0  # a longer step was disturbed by something else
-MOST_SHAPE = 1.5  # a size that looks worse than it is must not be shunned for ever
+DRIFT_RATE = 0.3  # of the load of the whole machine, which all steps share: fast, or one size is blamed for it
+SHAPE_RATE = 0.02  # of what one size of step costs beside the others; more while little is known of it
+FIRST_SHAPE_RATE = 0.3
+MOST_CHANGE = 1.5  # a longer step was disturbed by something else
+MOST_SHAPE = 1.5
+SHAPE_FORGET = 0.998  # a size that looks worse than it is must not be shunned for ever
+DRAFT_RATE = 0.1  # of what a draft costs
 DRAFT_SHARE = 0.1  # of the cheapest step, for one draft of all rows, until one was seen
 
 
@@ -61,7 +64,7 @@ class StepCosts:
         self._shape = np.ones(len(sizes))  # of steps of one size against all
         self._seen = np.zeros(len(sizes), np.int64)  # steps of each size
         self._like = np.arange(len(sizes))  # the nearest size that was seen
-        self._draft_ns: dict[int, float] = {}  # number of rows, in powers of two -> one draft of each
+        self._draft_ns: dict[int, float] = {}  # number of rows, in powers of two -> one draft, undrifted
 
     def verify_ns(self, num_tokens: Float64Array) -> Float64Array:
         """Of steps of so many tokens."""
@@ -77,7 +80,7 @@ class StepCosts:
         if not self._draft_ns:
             return DRAFT_SHARE * float(self._measured[0]) * self._drift
         bucket = num_rows.bit_length()
-        return self._draft_ns[min(self._draft_ns, key=lambda known: abs(known - bucket))]
+        return self._drift * self._draft_ns[min(self._draft_ns, key=lambda known: abs(known - bucket))]
 
     def verified(self, num_tokens: int, elapsed_ns: int) -> None:
         """A step of so many tokens took so long."""
@@ -95,16 +98,17 @@ class StepCosts:
             self._like = seen[np.abs(self._sizes[:, None] - self._sizes[seen]).argmin(1)]
             if len(seen) == 1:
                 return  # nothing to compare it with
-        rate = max(SHAPE_RATE, 0.5 / float(self._seen[nearest]))
+        rate = max(SHAPE_RATE, FIRST_SHAPE_RATE / float(self._seen[nearest]))
+        self._shape **= SHAPE_FORGET
         shape = float(self._shape[nearest]) * ratio**rate
         self._shape[nearest] = min(max(shape, 1.0 / MOST_SHAPE), MOST_SHAPE)
         self._shape = self._shape[self._like]
 
     def drafted(self, num_rows: int, num_drafts: int, elapsed_ns: int) -> None:
         """So many drafts for each of so many rows took so long."""
-        each, bucket = elapsed_ns / num_drafts, num_rows.bit_length()
+        each, bucket = elapsed_ns / num_drafts / self._drift, num_rows.bit_length()
         known = self._draft_ns.get(bucket)
         if known is None:
             self._draft_ns[bucket] = each
         else:
-            self._draft_ns[bucket] = known * min(max(each / known, 1.0 / MOST_CHANGE), MOST_CHANGE) ** DRIFT_RATE
+            self._draft_ns[bucket] = known * min(max(each / known, 1.0 / MOST_CHANGE), MOST_CHANGE) ** DRAFT_RATE
