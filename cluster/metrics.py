@@ -44,6 +44,7 @@ SCHEDULER_COUNTERS = {
     "num_stale_results": ("stale_results", "Results of steps that were no longer in flight."),
     "num_resends": ("plans_resent", "Plans sent again because no result came."),
     "num_rejected": ("requests_rejected", "Requests the scheduler did not take."),
+    "num_shed": ("requests_shed", "Requests refused because too much waits, or they would miss their deadline."),
     "num_inexact": ("requests_inexact", "Requests resumed on a worker whose numbers differ."),
 }
 SCHEDULER_COUNTERS_BY_REASON = {

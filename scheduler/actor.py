@@ -41,8 +41,9 @@ from scheduler.events import (
     WorkerDown,
     WorkerUp,
 )
+from scheduler.pace import Pace
 from scheduler.record import RecordedScheduler
-from scheduler.request import RejectCode, Request
+from scheduler.request import FinishReason, RejectCode, Request
 from scheduler.state import RequestState
 from scheduler.stats import DurationCounter, SchedulerStats
 from scheduler.step import StepPlan, StepResult
@@ -57,6 +58,7 @@ MAX_VIEWED_STEPS, MAX_VIEWED_FRAMES = 400, 2048
 DRAFT_BLOCKS_TIMEOUT_S = 0.5
 CACHE_NEWS_TIMEOUT_S = 1.0
 CACHE_ASKED_S = 10.0  # nobody asked for so long: the caches are not watched any more
+DEADLINE_HEADROOM = 1.25  # a request is taken if it would end in time even if all took so much longer
 SHORT_SESSION_S = 2.0  # a worker whose sessions are no longer is not tried again at once
 
 
@@ -173,6 +175,10 @@ class SchedulerActor:
         # Of requests without a plan yet: id -> when they were submitted, and by which front end.
         self._queued: dict[str, tuple[int, str]] = {}
         self._queue_time = DurationCounter()
+        self._pace = Pace()
+        # Of requests that were planned: id -> when at first, by which front end, and for how many tokens.
+        self._seats: dict[str, tuple[int, str, int]] = {}
+        self._num_shed = 0
         self._trail = Trail()
         self._weights: str | None = None  # what all workers were last swapped to
         self._notices = tuple(notices)
@@ -226,8 +232,9 @@ class SchedulerActor:
         self._require_life()
         if request.front_end not in self._front_ends:
             raise ConnectionError(f"front end {request.front_end} is not connected")
-        if request.attempt == 0 and self._is_crowded(request):
-            self._refuse(request)
+        # A later attempt is a stream that was already admitted.
+        if request.attempt == 0 and (why := self._why_shed(request, timeout_s)) is not None:
+            self._shed(request, *why)
             return
         if timeout_s is not None:
             request = replace(request, deadline_ns=time.monotonic_ns() + round(timeout_s * 1e9))
@@ -265,6 +272,7 @@ class SchedulerActor:
             self._core.stats(),
             queue_time=self._queue_time.snapshot(),
             notices=self.notices(),
+            num_shed=self._num_shed,
             num_tasks=len(asyncio.all_tasks()),
         )
 
@@ -342,21 +350,32 @@ class SchedulerActor:
         """The front ends connected now."""
         return list(self._front_ends)
 
-    def _is_crowded(self, request: Request) -> bool:
-        """Whether this is too many tokens more to wait. A request that would wait alone is never refused."""
-        if self._max_waiting_tokens is None or not self._core.waiting:
-            return False
-        return self._core.num_waiting_tokens + request.most_tokens > self._max_waiting_tokens
+    def _why_shed(self, request: Request, timeout_s: float | None) -> tuple[str, int] | None:
+        """Why it had better not be taken, and when to come again, in ms. One that would wait alone is always taken."""
+        if not self._core.waiting:
+            return None
+        ahead, retry_after_ms = self._core.num_waiting_tokens, self._core.config.retry_after_ms
+        if self._max_waiting_tokens is not None and ahead + request.most_tokens > self._max_waiting_tokens:
+            return f"the queue is full: max_waiting_tokens {self._max_waiting_tokens}", retry_after_ms
+        if timeout_s is None:
+            return None
+        expected_s = self._pace.expected_s(self._core.num_tokens_ahead(request), request.most_tokens)
+        if expected_s is None or DEADLINE_HEADROOM * expected_s <= timeout_s:
+            return None
+        too_late_ms = round(1000 * (DEADLINE_HEADROOM * expected_s - timeout_s))
+        why = f"it would end in {expected_s:.2f} s or later, and its deadline is in {timeout_s:.2f} s"
+        return why, max(retry_after_ms, too_late_ms)
 
-    def _refuse(self, request: Request) -> None:
+    def _shed(self, request: Request, message: str, retry_after_ms: int) -> None:
+        self._num_shed += 1
         refused = RejectRequest(
             front_end=request.front_end,
             stream=request.stream,
             request_id=request.request_id,
             attempt=request.attempt,
             code=RejectCode.RESOURCE_EXHAUSTED,
-            message=f"the queue is full: max_waiting_tokens {self._max_waiting_tokens}",
-            retry_after_ms=self._core.config.retry_after_ms,
+            message=message,
+            retry_after_ms=retry_after_ms,
         )
         self._deliver(request.front_end, [refused])
 
@@ -390,6 +409,7 @@ class SchedulerActor:
                     messages.setdefault(command.front_end, []).append(command)
                 case FinishRequest() | RejectRequest():
                     self._queued.pop(command.request_id, None)
+                    self._time_run(command)
                     self._trail.ended(command, time.monotonic_ns())
                     messages.setdefault(command.front_end, []).append(command)
                 case CloseSession():
@@ -402,10 +422,23 @@ class SchedulerActor:
             self._deliver(front_end, message)
 
     def _time_queue(self, plan: StepPlan) -> None:
+        now_ns, num_tokens = time.monotonic_ns(), 0
         for arrival in plan.arrivals:
             queued = self._queued.pop(arrival.request_id, None)
             if queued is not None:  # else it resumes
-                self._queue_time.add((time.monotonic_ns() - queued[0]) / 1e9)
+                self._queue_time.add((now_ns - queued[0]) / 1e9)
+                self._seats[arrival.request_id] = now_ns, queued[1], arrival.end
+            num_tokens += arrival.end
+        self._pace.planned(num_tokens, now_ns, is_queue_left=bool(self._core.waiting))
+
+    def _time_run(self, command: FinishRequest | RejectRequest) -> None:
+        """One that a deadline cut short counts for as far as it came; one that its client ended tells nothing."""
+        seat = self._seats.pop(command.request_id, None)
+        if seat is None or isinstance(command, RejectRequest) or command.reason is FinishReason.ABORT:
+            return
+        is_whole = command.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        num_tokens = seat[2] if is_whole else command.num_prompt_tokens + command.num_output_tokens
+        self._pace.ended(num_tokens, (time.monotonic_ns() - seat[0]) / 1e9)
 
     def _trail_plan(self, worker_id: str, plan: StepPlan) -> None:
         worker = self._core.workers.get(worker_id)
@@ -476,6 +509,7 @@ class SchedulerActor:
 
     def _lose_front_end(self, front_end: str) -> None:
         self._queued = {name: queued for name, queued in self._queued.items() if queued[1] != front_end}
+        self._seats = {name: seat for name, seat in self._seats.items() if seat[1] != front_end}
         self._apply(FrontEndLost(front_end=front_end))
 
     # ---- workers: sessions and heartbeats ----

@@ -268,6 +268,15 @@ class Scheduler:
         if len(self._ended_streams) > MAX_ENDED_STREAMS:
             self._ended_streams.popitem(last=False)
 
+    def num_tokens_ahead(self, request: Request) -> int:
+        """Prompts and outputs at most, of what waits and would be seated before this request."""
+        priority = request.priority if self.config.scheduling_policy == "priority" else 0
+        key = (priority, self._shares.next_start(request.tenant), self._next_arrival)
+        index = bisect_left(self.waiting, key, key=order_key)
+        if index == len(self.waiting):
+            return self.num_waiting_tokens
+        return sum(state.request.most_tokens for state in self.waiting[:index])
+
     def _queue(self, state: RequestState) -> None:
         insort(self.waiting, state, key=order_key)
         self.num_waiting_tokens += state.request.most_tokens

@@ -23,11 +23,15 @@ class FairShare:
 
     def start(self, tenant: str, num_tokens: int) -> int:
         """Where a request that is queued now starts."""
-        start = max(self._now, self._ends.get(tenant, 0))
+        start = self.next_start(tenant)
         self._ends[tenant] = start + num_tokens * TICKS_PER_TOKEN // self._weights.get(tenant, 1)
         if len(self._ends) > MAX_TENANTS:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
         return start
+
+    def next_start(self, tenant: str) -> int:
+        """Where a request would start that was queued now."""
+        return max(self._now, self._ends.get(tenant, 0))
 
     def serve(self, start: int) -> None:
         """A request that starts there is served."""

@@ -100,6 +100,7 @@ class SchedulerStats:
     idle_time: Durations  # between two steps of a worker
     queue_time: Durations = Durations()  # from submission to the first plan; the shell's, who has a clock
     notices: tuple[str, ...] = ()  # what an operator must know; the shell's too
+    num_shed: int = 0  # refused by the shell: too much waits, or they would end past their deadline
     num_tasks: int = 0  # of the shell's event loop, now
 
 

@@ -475,6 +475,29 @@ async def test_a_queue_of_too_many_tokens_takes_no_first_attempt_more() -> None:
     await world.close()
 
 
+async def test_a_first_attempt_that_would_end_past_its_deadline_is_refused_at_once(world: World) -> None:
+    learned = [request(stream) for stream in range(40)]  # more than there are rows: a queue that moves
+    for one in learned:
+        await world.scheduler.submit(one, None)
+    await world.finish(*learned)
+    await world.scheduler.submit(request(40), 1e-9)  # nobody waits: it may try
+    for worker in world.workers.values():
+        worker.alive = False  # nothing is planned any more
+    for stream in range(41, 44):
+        await world.scheduler.submit(request(stream, max_tokens=80), 1000.0)
+    for attempt in (0, 1):
+        await world.scheduler.submit(replace(request(44 + attempt, max_tokens=80), attempt=attempt), 1e-6)
+    rejection = await until(lambda: world.inbox.rejected.get(44))
+    assert rejection is not None
+    assert rejection.code is RejectCode.RESOURCE_EXHAUSTED
+    assert "its deadline is in 0.00 s" in rejection.message
+    ended = await until(lambda: world.inbox.finished.get(45))  # it was admitted elsewhere
+    assert ended is not None
+    assert ended.reason is FinishReason.DEADLINE
+    stats = await world.scheduler.stats()
+    assert (stats.num_shed, stats.num_waiting) == (1, 3)
+
+
 async def test_a_connection_whose_delivery_failed_is_forgotten_and_made_again(world: World) -> None:
     first = await world.scheduler.connection("front")
     world.inbox.alive = False
