@@ -287,6 +287,7 @@ class FrontEnd:
             "num_requests": self._num_started,
             "num_resubmissions": self._num_resubmissions,
             "num_stale_tokens": self._num_stale_tokens,
+            "num_cache_subscribers": self.num_cache_subscribers,
             "num_tasks": len(asyncio.all_tasks()),
         }
 

@@ -78,6 +78,11 @@ def test_a_flag_out_of_range_is_refused_by_name(flags: list[str], message: str, 
     assert message in refused("serve", *flags)
 
 
+@pytest.mark.parametrize("flags", [["--tls-cert", "c.pem", "--tls-key", "k.pem"], ["--auth-token-file", "tokens"]])
+def test_http_before_what_smg_cannot_reach_is_refused(flags: list[str], refused: Refused) -> None:
+    assert "--http: smg reaches its servers with neither TLS nor tokens" in refused("serve", "--http", "8000", *flags)
+
+
 def test_an_unknown_model_is_refused_by_name(tmp_path: Path, refused: Refused) -> None:
     assert "--model 'no/such-model' is unknown" in refused("serve", "--model", "no/such-model")
     assert "has no config.json" in refused("serve", "--model", str(tmp_path))
