@@ -36,6 +36,13 @@ PANEL_BYTES = PANEL * FLOAT_BYTES
 DEPTH = 32  # bfloat16 along the inputs in a tile
 ROW_BLOCK = 2 * amx.TILE_ROWS
 FEW_ROWS = 4
+RIVAL_BLOCK = 256  # tokens whose noise is looked at together
+PHILOX_ROUNDS = 10
+PHILOX_0, PHILOX_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+LOW_WORD, HALF_WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
+TWO_32, TWO_52 = 2.0**32, 2.0**52
+LOG2_E = math.log2(math.e)
 SILU_WORK = 1 << 14  # elements for which a thread pays
 _products_1, _products_2, _products_3, _products_4 = (
     v.tile_order_products(rows, PANEL // LANES) for rows in range(1, FEW_ROWS + 1)
@@ -572,3 +579,43 @@ def run_layers(
 @njit(cache=True, inline="always")
 def _address(layer, column):
     return v.load_int64(layer + column * 8)
+
+
+@njit(cache=True, nogil=True)
+def find_rivals(scaled, limit, position, key_low, key_high, found):
+    """Token ids whose scaled logit plus noise may reach `limit`, ascending, into `found`; how many. None is missed.
+
+    scaled: [vocab_size] float64; the noise is `worker.sampler.gumbel` of (key, position, token id). Noise of at
+    least d has a uniform number above 1 - exp(-d), so its distance from 1 is at most exp(-d): compared are that
+    distance, an integer's, and a number not below that power, straight from the bits of its exponent.
+    """
+    vocab_size = len(scaled)
+    distances, bounds = np.empty(RIVAL_BLOCK, np.float64), np.empty(RIVAL_BLOCK, np.float64)
+    bits = bounds.view(np.int64)
+    count = 0
+    for start in range(0, vocab_size, RIVAL_BLOCK):
+        for i in range(RIVAL_BLOCK // 4):
+            c0, c1 = np.uint64(start // 4 + i), np.uint64(position)
+            c2, c3, k0, k1 = np.uint64(0), np.uint64(0), np.uint64(key_low), np.uint64(key_high)
+            for _ in range(PHILOX_ROUNDS):
+                p0, p1 = c0 * PHILOX_0, c2 * PHILOX_1
+                c0, c1, c2, c3 = (p1 >> HALF_WORD) ^ c1 ^ k0, p1 & LOW_WORD, (p0 >> HALF_WORD) ^ c3 ^ k1, p0 & LOW_WORD
+                k0, k1 = (k0 + WEYL_0) & LOW_WORD, (k1 + WEYL_1) & LOW_WORD
+            distances[4 * i] = TWO_32 - (np.float64(c0) + 0.5)
+            distances[4 * i + 1] = TWO_32 - (np.float64(c1) + 0.5)
+            distances[4 * i + 2] = TWO_32 - (np.float64(c2) + 0.5)
+            distances[4 * i + 3] = TWO_32 - (np.float64(c3) + 0.5)
+        size = min(RIVAL_BLOCK, vocab_size - start)
+        for i in range(size):
+            # 2 ** floor(x) * (1 + x - floor(x)) >= 2 ** x; below 2 ** -1 no distance is that small.
+            power = max((scaled[start + i] - limit) * LOG2_E + 32.0 + 1e-9, -1.0)
+            bits[i] = np.int64((min(power, 64.0) + 1023.0) * TWO_52)
+        reached = 0
+        for i in range(size):
+            reached += distances[i] <= bounds[i]
+        if reached > 0:
+            for i in range(size):
+                if distances[i] <= bounds[i]:
+                    found[count] = start + i
+                    count += 1
+    return count

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from scheduler.request import SamplingParams
 from scheduler.step import Float32Array, Int32Array, Int64Array
+from worker import cpu_kernels
 
 Float64Array = NDArray[np.float64]
 UInt64Array = NDArray[np.uint64]
@@ -31,7 +32,7 @@ _ROUNDS = 10
 
 # gumbel = -log(-log(u)) for u in [2**-33, 1 - 2**-33]: from -3.14 to 22.88.
 _NOISE_SPAN = 26.1
-MAX_TRIED = 256  # of a drafter's tokens; the others together are hardly ever the best
+MAX_TRIED = 256  # tokens whose noise is computed at once; of a drafter's, the others are hardly ever the best
 
 
 def philox4x32(
@@ -64,10 +65,16 @@ def gumbel(seed: int, position: int | Int64Array, token_ids: Int64Array) -> Floa
     return _gumbel_of_words(np.choose(token_ids & 3, _words(seed, position, groups)))
 
 
-def _gumbel_of_vocabulary(seed: int, position: int, vocab_size: int) -> Float64Array:
-    """`gumbel` of every token id, at a quarter of the generator's work: [vocab_size] float64."""
-    words = _words(seed, position, np.arange((vocab_size + 3) // 4, dtype=np.uint64))
-    return _gumbel_of_words(np.stack(words, axis=1).reshape(-1)[:vocab_size])
+def rivals(scaled: Float64Array, best: int, seed: int, position: int) -> Int64Array:
+    """Token ids that noise may lift as high as `best`, ascending: all but those whose sum is certainly lower.
+
+    scaled: [vocab_size] logits over temperature. One pass of integer work over the vocabulary, and of
+    logarithms over what is left: a handful.
+    """
+    limit = scaled[best] + gumbel(seed, position, np.array([best]))[0]
+    found = np.empty(len(scaled), np.int64)
+    count = cpu_kernels.find_rivals(scaled, limit, position, seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, found)
+    return found[:count]
 
 
 def _words(seed: int, position: int | Int64Array, groups: UInt64Array) -> tuple[UInt64Array, ...]:
@@ -120,6 +127,11 @@ def kept_token_ids(scaled: Float64Array, sampling: SamplingParams) -> Int64Array
         token_ids = token_ids[_nucleus(scaled[token_ids], sampling.top_p)]
     kept: Int64Array = token_ids[scaled[token_ids] >= floor]
     return kept
+
+
+def filters(sampling: SamplingParams, vocab_size: int) -> bool:
+    """Whether some tokens may be left out whatever their noise."""
+    return sampling.min_p > 0.0 or 0 < sampling.top_k < vocab_size or sampling.top_p < 1.0
 
 
 class TokenLogprobs(NamedTuple):
@@ -200,11 +212,15 @@ class TokenSampler:
         if self.sampling.temperature == 0.0:
             return best
         scaled = np.divide(processed, self.sampling.temperature, dtype=np.float64)
-        token_ids = kept_token_ids(scaled, self.sampling)
-        if len(token_ids) * 4 > len(scaled):
-            noise = _gumbel_of_vocabulary(self.sampling.seed, position, len(scaled))[token_ids]
+        if filters(self.sampling, len(scaled)):
+            token_ids = kept_token_ids(scaled, self.sampling)
+            if len(token_ids) > MAX_TRIED:
+                kept = np.full(len(scaled), -np.inf)
+                kept[token_ids] = scaled[token_ids]
+                token_ids = rivals(kept, best, self.sampling.seed, position)
         else:
-            noise = gumbel(self.sampling.seed, position, token_ids)
+            token_ids = rivals(scaled, best, self.sampling.seed, position)
+        noise = gumbel(self.sampling.seed, position, token_ids)
         return int(token_ids[np.argmax(scaled[token_ids] + noise)])
 
     def draft(self, logits: Float32Array, position: int, token_ids: Int64Array | None = None) -> int:
