@@ -53,6 +53,8 @@ class Load:
         """Requests per second, and the median seconds of one, with NUM_CLIENTS that wait."""
         await self._closed(WARM_UP_S)
         took_s = await self._closed(seconds)
+        if not took_s:
+            raise SystemExit(f"no request ended within {seconds:g} s: give it more --seconds, or a quieter machine")
         return len(took_s) / seconds, statistics.median(took_s)
 
     async def open(self, rate: float, seconds: float, deadline_s: float) -> Counter[str]:
@@ -113,7 +115,7 @@ async def measured(address: str, seconds: float, seed: int) -> dict[str, Any]:
         load = Load(client, seed)
         capacity, took_s = await load.capacity(seconds)
         deadline_s = DEADLINE * took_s
-        rows = []
+        rows: list[dict[str, Any]] = []
         for share in LOADS:
             ended = await load.open(share * capacity, seconds, deadline_s)
             admitted = sum(ended.values()) - ended["refused"]
