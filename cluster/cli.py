@@ -124,7 +124,7 @@ def serve(
     http = flags.pop("http")
     config = ServeConfig(speculative=speculative, faults=faults, **flags)
     if http is not None and (tls_cert is not None or auth_token_file is not None):
-        raise ConfigError("--http: smg reaches its servers with neither TLS nor tokens; leave out --tls-cert and tokens")
+        raise ConfigError("--http: smg reaches its servers with neither TLS nor tokens; leave out both")
     config.logs("serve")
     with StopSignals():
         try:

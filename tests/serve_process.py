@@ -25,6 +25,7 @@ class ServeProcess:
     process: subprocess.Popen[str]
     address: str = ""
     metrics: str = ""  # URL; empty when they are off
+    http: str = ""  # URL of the gateway; empty without one
 
     @property
     def errors(self) -> str:
@@ -71,6 +72,7 @@ def serve_process(path: Path, *flags: str, environment: dict[str, str] | None = 
         try:
             told = _told(process.stdout, ("metrics", "ready"))
             served.metrics, served.address = told.get("metrics", ""), told["ready"]
+            served.http = told.get("http", "")
             yield served
         finally:
             process.terminate()

@@ -4,14 +4,12 @@ Server and router are processes of their own: two copies of one proto cannot liv
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import openai
 import pytest
@@ -21,11 +19,11 @@ from openai.types.chat import ChatCompletionMessageParam
 from cluster.client import Client
 from cluster.model_source import resolve_model
 from cluster.progress import Display
+from tests.smg_process import smg_router
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 MODEL = "smollm2"
-START_S = 300.0
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'  # even where they do not pay
 FLAGS = ("--data-parallel-size", "1", "--max-model-len", "2048", "--threads", "1", "--speculative-config", DRAFTS)
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name three colours."}]
@@ -35,10 +33,10 @@ COPY: list[ChatCompletionMessageParam] = [
 
 
 @contextmanager
-def process(*command: str, home: Path, out: IO[bytes] | int = subprocess.PIPE) -> Iterator[subprocess.Popen[bytes]]:
+def process(*command: str, home: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a command until the block ends; asked to stop, then awaited."""
     environment = {**os.environ, "XDG_STATE_HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
-    with subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment) as started:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as started:
         try:
             yield started
         finally:
@@ -46,14 +44,6 @@ def process(*command: str, home: Path, out: IO[bytes] | int = subprocess.PIPE) -
             if started.stdout is not None:
                 started.stdout.close()
             started.wait(60)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
 
 
 @pytest.fixture(scope="module")
@@ -71,32 +61,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def router(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """An OpenAI client of the router in front of it."""
-    home = tmp_path_factory.mktemp("smg")
-    port, metrics_port = free_ports(2)
-    command = [str(Path(sys.executable).with_name("smg")), "launch", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-port", str(metrics_port), "--worker-urls", f"grpc://{address}"]
     with Display() as display:
-        command += ["--model-path", str(resolve_model(MODEL, display))]
-    url = f"http://127.0.0.1:{port}/v1"
-    with (
-        (home / "log").open("wb") as log,
-        process(*command, home=home, out=log) as smg,
-        openai.OpenAI(base_url=url, api_key="none", timeout=240) as client,
-    ):
-        wait_for_model(client, smg, home / "log")
-        yield client
-
-
-def wait_for_model(client: openai.OpenAI, smg: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while smg.poll() is None and time.monotonic() < deadline:
-        try:
-            if any(model.id == MODEL for model in client.models.list()):
-                return
-        except openai.APIError:
-            pass
-        time.sleep(0.2)
-    raise AssertionError(f"smg serves no model:\n{log.read_text()[-2000:]}")
+        directory = resolve_model(MODEL, display)
+    with smg_router([address], directory, tmp_path_factory.mktemp("smg"), model=MODEL) as router:
+        yield router.client
 
 
 def speculated(usage: CompletionUsage | None) -> tuple[int, int]:

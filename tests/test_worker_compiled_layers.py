@@ -1,5 +1,7 @@
 """A step's layers in one call give the bits of the layers one by one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ PLAIN = ModelConfig(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32,
     max_position_embeddings=256,
 )  # fmt: skip
-FLAVOURS = {
+FLAVOURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "head norms": {"qk_norm": True},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},

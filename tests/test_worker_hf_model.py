@@ -59,7 +59,7 @@ def _one_thread() -> Iterator[None]:
 
 def made(config: PreTrainedConfig) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
 
 
 def generated(model: Any, prompt: list[int]) -> list[int]:

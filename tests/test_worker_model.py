@@ -84,7 +84,7 @@ def one_thread() -> Iterator[None]:
 def saved(config: PreTrainedConfig, directory: Path) -> Any:
     """A random model of transformers, saved where `load_model` can find it."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
