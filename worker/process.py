@@ -9,13 +9,16 @@ from contextlib import suppress
 # halve a step on a virtual machine. glibc >= 2.35 asks the kernel for them, but not for the arenas of other
 # threads than the first, and an actor loads its model on another: one arena for all. Elsewhere nothing changes.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"}
+# How often an idle thread of OpenMP looks for work before it sleeps: through the gaps within a step, about half a
+# millisecond, and not between steps, where the scheduler and the front end need the cores (libgomp's own is 300,000).
+SPINS = "10000"
 
 
 def environment(threads: int) -> dict[str, str]:
     """Variables of a process whose model computes on so many threads."""
     count = str(threads)
     pools = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), count)
-    return pools | {"TOKENIZERS_PARALLELISM": "false", **LARGE_PAGES}
+    return pools | {"TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": SPINS, **LARGE_PAGES}
 
 
 def restart_with(variables: dict[str, str]) -> None:
