@@ -12,7 +12,6 @@ import torch
 from worker import cpu_kernels
 from worker.architecture import ModelConfig
 from worker.attention import CpuAttention
-from worker.batch import Batch
 from worker.operators import RMSNorm
 from worker.products import TileLinear, configurations, scratch
 
@@ -41,13 +40,10 @@ class LayerParts:
 class CompiledLayers:
     """The decoder layers of one model."""
 
-    def __init__(self, layers: Sequence[LayerParts], config: ModelConfig, attention: CpuAttention) -> None:
-        self._held = layers
-        self._config, self._attention = config, attention
-        self._addresses = np.array(
-            [[*layer.addresses, *attention.addresses(index)] for index, layer in enumerate(layers)], np.int64
-        )
-        assert self._addresses.shape[1] == cpu_kernels.NUM_ADDRESSES
+    def __init__(self, layers: Sequence[LayerParts], config: ModelConfig) -> None:
+        self._layers, self._config = layers, config
+        self._attention: CpuAttention | None = None  # whose pools the addresses are of
+        self._addresses = np.empty((len(layers), cpu_kernels.NUM_ADDRESSES), np.int64)
         self._kind = layers[0].kind
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Elements of a row in each buffer: normed, qkv, attended, projected, gate_up, gated.
@@ -68,10 +64,14 @@ class CompiledLayers:
         addend: torch.Tensor,  # [rows, hidden_size] bfloat16: left by the layer before, then by the last one
         cos: torch.Tensor,  # [rows, 1, head_dim] float32
         sin: torch.Tensor,  # same
-        batch: Batch,
+        attention: CpuAttention,
     ) -> None:
         """Layers first..last - 1, after `attention.prepare(batch)`."""
-        config, attention, plan = self._config, self._attention, self._attention.plan
+        if attention is not self._attention:
+            for index, layer in enumerate(self._layers):
+                self._addresses[index] = (*layer.addresses, *attention.addresses(index))
+            self._attention = attention
+        config, plan = self._config, attention.plan
         num_rows, num_threads = len(residual), torch.get_num_threads()
         if num_rows > self._rows:
             self._rows = num_rows

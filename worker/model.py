@@ -209,20 +209,18 @@ class Model:
         batch: Batch,
     ) -> torch.Tensor | None:
         """Layers first..last - 1; what is still to be added."""
-        if self._compiled is not None:
+        if self._compiled is not None and isinstance(self.attention, CpuAttention):
             if addend is None:
                 addend = torch.empty(residual.shape, dtype=self.dtype)
-            self._compiled.run(first, last, residual, addend, cos, sin, batch)
+            self._compiled.run(first, last, residual, addend, cos, sin, self.attention)
             return addend if last else None
         for layer in self._layers[first:last]:
             addend = layer(residual, addend, cos, sin, self.attention, batch)
         return addend
 
     def _compile(self) -> CompiledLayers | None:
-        parts = [layer.parts() for layer in self._layers]
-        if not isinstance(self.attention, CpuAttention) or not all(parts):
-            return None
-        return CompiledLayers([part for part in parts if part is not None], self.config, self.attention)
+        parts = [part for layer in self._layers if (part := layer.parts()) is not None]
+        return CompiledLayers(parts, self.config) if len(parts) == len(self._layers) else None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
