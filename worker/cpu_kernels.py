@@ -24,6 +24,16 @@ SOURCES = (__file__, v.__file__, amx.__file__)
 SOURCE_HASH = hashlib.sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()[:16]
 numba.config.CACHE_DIR = str(default_cache_dir() / "kernels" / SOURCE_HASH)
 
+
+def _start_threads() -> None:
+    """Start Numba's OpenMP now: as it starts it sets the number of threads, also PyTorch's, whose library it shares."""
+    num_threads = torch.get_num_threads()
+    numba.get_num_threads()
+    torch.set_num_threads(num_threads)
+
+
+_start_threads()
+
 FLOAT32 = np.float32(0)
 BFLOAT16 = np.int16(0)
 INT8 = np.int8(0)  # of weights only
