@@ -35,6 +35,7 @@ def model(directory: Path) -> Model:
 @pytest.fixture(scope="module", params=["ray", "grpc"])
 def deployment(request: pytest.FixtureRequest, directory: Path) -> Iterator[Deployment]:
     config = ServeConfig(
+        model=str(directory),
         data_parallel_size=2,
         port=0,
         max_num_seqs=8,

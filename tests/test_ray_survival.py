@@ -51,6 +51,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def deployment(directory: Path) -> Iterator[Deployment]:
     config = ServeConfig(
+        model=str(directory),
         data_parallel_size=2,
         port=0,
         metrics_port=0,

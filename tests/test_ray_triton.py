@@ -16,6 +16,7 @@ def test_triton_kernels_under_the_interpreter_give_the_cpu_backends_tokens(tmp_p
     save_tiny_model(tmp_path)
     model = reference_model(tmp_path)
     config = ServeConfig(
+        model=str(tmp_path),
         data_parallel_size=2,
         port=0,
         attention="triton",

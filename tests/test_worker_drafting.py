@@ -122,6 +122,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_auto_is_the_default_and_a_shipped_head_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_in(tmp_path)
+    monkeypatch.setattr(sizing, "SHIPPED_HEADS", tmp_path / "none")
     sizes = size(ServeConfig(device="cpu", max_model_len=MAX_LEN), target)
     assert sizes.workers[0].drafts == DraftSpec(max_drafts=8, is_adaptive=True)
     assert sizes.scheduler.max_drafts == 8

@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         save_tiny_model(Path(directory))
         config = ServeConfig(
-            port=0, metrics_port=0, max_num_seqs=MAX_NUM_SEQS, num_gpu_blocks_override=128, threads=1,
+            model=directory, port=0, metrics_port=0, max_num_seqs=MAX_NUM_SEQS, num_gpu_blocks_override=128, threads=1,
             worker_down_after_s=60.0,  # a busy machine is not what is measured
         )  # fmt: skip
         deployment = Deployment(config, Path(directory))

@@ -283,6 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         save_tiny_model(Path(directory))
         config = ServeConfig(
+            model=directory,
             port=0,
             metrics_port=0,
             max_num_seqs=6,
