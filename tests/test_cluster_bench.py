@@ -84,8 +84,9 @@ async def test_a_closed_loop_over_grpc_counts_every_token_and_never_exceeds_its_
             async def send(self, prompt: Prompt, load: Load, seed: int, record: Record, clock: object) -> None:
                 nonlocal most
                 sending = asyncio.create_task(backend.send(prompt, load, seed, record, clock))  # type: ignore[arg-type]
-                await asyncio.sleep(0)
-                most = max(most, up.front_end.num_open_requests)
+                while not sending.done():
+                    most = max(most, up.front_end.num_open_requests)
+                    await asyncio.sleep(0)
                 await sending
 
         done: list[float] = []
