@@ -83,6 +83,7 @@ class CpuAttention:
         scale: float | None = None,
         windows: Sequence[int | None] | None = None,  # [num_layers] sliding window of each layer
     ) -> None:
+        cpu_kernels.start_threads()
         num_layers, _, block_size, num_kv_heads, head_dim = kv_cache.key.shape
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")

@@ -7,6 +7,7 @@ The first argument says the elements' type: BFLOAT16 or FLOAT32. Callers check s
 
 import hashlib
 import math
+from functools import cache
 from pathlib import Path
 
 import numba
@@ -25,14 +26,16 @@ SOURCE_HASH = hashlib.sha256(b"".join(Path(file).read_bytes() for file in SOURCE
 numba.config.CACHE_DIR = str(default_cache_dir() / "kernels" / SOURCE_HASH)
 
 
-def _start_threads() -> None:
-    """Start Numba's OpenMP now: as it starts it sets the number of threads, also PyTorch's, whose library it shares."""
+@cache
+def start_threads() -> None:
+    """Start Numba's OpenMP, in the thread that will run the kernels: another would have a team of its own, too many.
+
+    As it starts it sets the number of threads, also PyTorch's, whose library it shares; that is kept.
+    """
     num_threads = torch.get_num_threads()
     numba.get_num_threads()
     torch.set_num_threads(num_threads)
 
-
-_start_threads()
 
 FLOAT32 = np.float32(0)
 BFLOAT16 = np.int16(0)
