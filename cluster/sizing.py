@@ -146,7 +146,7 @@ def _draft_spec(config: ServeConfig, dtype: str, max_model_len: int) -> DraftSpe
     asked = config.speculative
     method, model = asked.method or "ngram", asked.model
     shipped = SHIPPED_HEADS / config.model
-    if asked.method is None and config.model.isidentifier() and shipped.is_dir():
+    if asked.method is None and asked.max_drafts > 0 and config.model.isidentifier() and shipped.is_dir():
         method, model = "eagle3", str(shipped)
     num_blocks = 0
     directory = None if model is None else Path(model).expanduser().absolute()

@@ -135,6 +135,8 @@ def test_auto_is_the_default_and_a_shipped_head_is_used(tmp_path: Path, monkeypa
     assert spec.weight_bytes > plain.weight_bytes
     chosen = ServeConfig(device="cpu", max_model_len=MAX_LEN, speculative=SpeculativeConfig(method="ngram"))
     assert size(chosen, target).workers[0].drafts.method == "ngram"
+    none = ServeConfig(device="cpu", max_model_len=MAX_LEN, speculative=SpeculativeConfig(num_speculative_tokens=0))
+    assert size(none, target).workers[0].bytes_per_block == plain.bytes_per_block  # no room for what drafts nothing
 
 
 def test_a_draft_model_s_pool_holds_every_row_or_what_is_asked_for(tmp_path: Path) -> None:
