@@ -47,7 +47,16 @@ from scheduler.fairness import FairShare
 from scheduler.plan import PlanBuilder, convert_frames, plan_running
 from scheduler.request import FinishReason, RejectCode, Request
 from scheduler.rows import RowTable
-from scheduler.state import FRAME_KIND_NAMES, FormerEpoch, FrameKind, RequestState, Step, StoryLine, WorkerState
+from scheduler.state import (
+    FRAME_KIND_NAMES,
+    FormerEpoch,
+    FrameKind,
+    RequestState,
+    Step,
+    StoryLine,
+    WorkerState,
+    queue_key,
+)
 from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
 from scheduler.step import Int32Array, RowLogprobs, StepResult
 from scheduler.watched import WatchedPool
@@ -270,8 +279,7 @@ class Scheduler:
 
     def num_tokens_ahead(self, request: Request) -> int:
         """Prompts and outputs at most, of what waits and would be seated before this request."""
-        priority = request.priority if self.config.scheduling_policy == "priority" else 0
-        key = (priority, self._shares.next_start(request.tenant), self._next_arrival)
+        key = queue_key(request, self.config, self._shares.next_start(request.tenant), self._next_arrival)
         index = bisect_left(self.waiting, key, key=order_key)
         if index == len(self.waiting):
             return self.num_waiting_tokens
@@ -750,8 +758,8 @@ class Scheduler:
         state.waits_since_epoch = 0
         self._shares.serve(state.order_key[1])
         seat(state, hit, builder, epoch=epoch, front_end=self._front_end_index(state), config=self.config)
-        if isinstance(builder.worker.pool, WatchedPool):
-            builder.worker.pool.tell_rows(builder.worker.rows, [state.row])
+        if isinstance(worker.pool, WatchedPool):
+            worker.pool.tell_rows(worker.rows, [state.row])
         where = f"worker {worker.worker_id} session {worker.session} row {state.row}"
         self._tell(state, f"seated: {where} epoch {epoch}, {len(hit)} hit blocks, T={state.num_tokens}")
 
@@ -780,7 +788,7 @@ NO_INDEX: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 def order_key(state: RequestState) -> tuple[int, int, int]:
-    """Place in the queue: (priority, start of its fair share, arrival)."""
+    """Its `queue_key`."""
     return state.order_key
 
 

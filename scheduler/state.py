@@ -33,6 +33,12 @@ class FrameKind:
 FRAME_KIND_NAMES = ("live", "deliver", "drop")
 
 
+def queue_key(request: Request, config: SchedulerConfig, start: int, arrival: int) -> tuple[int, int, int]:
+    """Place in the queue: (priority, start of its fair share, arrival)."""
+    by_priority = config.scheduling_policy == "priority"
+    return request.priority if by_priority else 0, start, arrival
+
+
 class RequestState:
     """One attempt of a request from submission to its end. Running: its tokens are in the worker's row."""
 
@@ -47,8 +53,7 @@ class RequestState:
         """`start`: where it starts on the clock of its tenant's fair share."""
         self.request = request
         self.arrival = arrival
-        by_priority = config.scheduling_policy == "priority"
-        self.order_key = (request.priority if by_priority else 0, start, arrival)
+        self.order_key = queue_key(request, config, start, arrival)
         self.token_ids: Int32Array = request.prompt_token_ids  # replaced, never written to
         if len(request.resume_token_ids):
             self.token_ids = np.concatenate((self.token_ids, request.resume_token_ids))

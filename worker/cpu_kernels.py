@@ -55,7 +55,6 @@ PHILOX_0, PHILOX_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 LOW_WORD, HALF_WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 TWO_32, TWO_52 = 2.0**32, 2.0**52
-LOG2_E = math.log2(math.e)
 SILU_WORK = 1 << 14  # elements for which a thread pays
 _products_1, _products_2, _products_3, _products_4 = (
     v.tile_order_products(rows, PANEL // LANES) for rows in range(1, FEW_ROWS + 1)
@@ -238,21 +237,15 @@ def _tile_panels(
 ):  # fmt: skip
     sums, widened = scratch, scratch + ROW_BLOCK * PANEL_BYTES
     v.ignore_denormals(sums)  # as tiles do
-    if isinstance(kind, np.int8):
-        if num_rows <= FEW_ROWS:
-            _few_rows(x, weight, scale, bias, out, num_rows, in_features, out_features, sums, widened, first, last)
-        else:
-            amx.configure(configurations + min(num_rows, ROW_BLOCK) * amx.CONFIG_BYTES)
-            for panel in range(first, last):
-                _widen_panel(weight + panel * PANEL * in_features, widened, in_features)
-                _tile_panel(
-                    x, widened, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel
-                )
-            amx.release()
+    if isinstance(kind, np.int8) and num_rows <= FEW_ROWS:
+        _few_rows(x, weight, scale, bias, out, num_rows, in_features, out_features, sums, widened, first, last)
     else:
         amx.configure(configurations + min(num_rows, ROW_BLOCK) * amx.CONFIG_BYTES)
         for panel in range(first, last):
-            columns = weight + panel * PANEL * in_features * 2
+            columns = weight + panel * PANEL * in_features * _item_size(kind)
+            if isinstance(kind, np.int8):
+                _widen_panel(columns, widened, in_features)
+                columns = widened
             _tile_panel(x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel)
         amx.release()
     v.heed_denormals(sums)
@@ -465,6 +458,8 @@ def scratch_size(num_heads: int, num_rows: int, most_keys: int, head_dim: int) -
 
 @njit(cache=True, inline="always")
 def _item_size(kind):
+    if isinstance(kind, np.int8):
+        return 1
     return 2 if isinstance(kind, np.int16) else 4
 
 
@@ -621,7 +616,7 @@ def find_rivals(scaled, limit, position, key_low, key_high, found):
         size = min(RIVAL_BLOCK, vocab_size - start)
         for i in range(size):
             # 2 ** floor(x) * (1 + x - floor(x)) >= 2 ** x; below 2 ** -1 no distance is that small.
-            power = max((scaled[start + i] - limit) * LOG2_E + 32.0 + 1e-9, -1.0)
+            power = max((scaled[start + i] - limit) * v.LOG2_E + 32.0 + 1e-9, -1.0)
             bits[i] = np.int64((min(power, 64.0) + 1023.0) * TWO_52)
         reached = 0
         for i in range(size):

@@ -190,7 +190,7 @@ class Model:
         residual = F.embedding(token_ids, self._embedding).float()
         entered: dict[int, torch.Tensor] = {}
         addend: torch.Tensor | None = None
-        for first, last in pairwise((0, *sorted(layers), len(self._layers))):
+        for first, last in pairwise(sorted({0, *layers, len(self._layers)})):
             if first in layers:
                 state = residual if addend is None else residual + addend
                 entered[first] = state[:num_tokens].to(self.dtype, copy=True)
@@ -213,7 +213,7 @@ class Model:
             if addend is None:
                 addend = torch.empty(residual.shape, dtype=self.dtype)
             self._compiled.run(first, last, residual, addend, cos, sin, self.attention)
-            return addend if last else None
+            return addend
         for layer in self._layers[first:last]:
             addend = layer(residual, addend, cos, sin, self.attention, batch)
         return addend

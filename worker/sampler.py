@@ -24,11 +24,9 @@ from worker import cpu_kernels
 Float64Array = NDArray[np.float64]
 UInt64Array = NDArray[np.uint64]
 
-_LOW = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_ROUNDS = 10
+_LOW, _SHIFT = cpu_kernels.LOW_WORD, cpu_kernels.HALF_WORD
+_MULTIPLIERS = (cpu_kernels.PHILOX_0, cpu_kernels.PHILOX_1)
+_WEYL = (cpu_kernels.WEYL_0, cpu_kernels.WEYL_1)
 
 # gumbel = -log(-log(u)) for u in [2**-33, 1 - 2**-33]: from -3.14 to 22.88.
 _NOISE_SPAN = 26.1
@@ -41,7 +39,7 @@ def philox4x32(
     """Four 32-bit random words per counter, as uint64 below 2**32; all arguments too, and they broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(cpu_kernels.PHILOX_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
