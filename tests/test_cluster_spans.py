@@ -5,13 +5,10 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp_pb
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
@@ -24,57 +21,28 @@ from protos import kserve_pb2_grpc, slipstream_pb2_grpc
 from protos import slipstream_pb2 as pb
 from tests.fake_link import FakeLink
 from tests.served import Served, served
+from tests.span_receiver import Receiver, span_receiver
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 METADATA = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
 
 
-@dataclass(slots=True)
-class Receiver(otlp_grpc.TraceServiceServicer):
-    """Keeps what is exported to it."""
-
-    spans: list[Any] = field(default_factory=list)
-    came: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def Export(self, message: Any, context: Any) -> Any:
-        self.spans += [span for of in message.resource_spans for scope in of.scope_spans for span in scope.spans]
-        self.came.set()
-        return otlp_pb.ExportTraceServiceResponse()
-
-
 @asynccontextmanager
 async def traced() -> AsyncIterator[tuple[Served, Receiver]]:
     """A server whose spans go to a receiver."""
-    receiver = Receiver()
-    collector = grpc.aio.server()
-    otlp_grpc.add_TraceServiceServicer_to_server(receiver, collector)
-    port = collector.add_insecure_port("127.0.0.1:0")
-    await collector.start()
-    try:
+    with span_receiver() as receiver:
         async with served(FakeLink()) as up:
-            spans = Spans(f"http://127.0.0.1:{port}", front_end="front", model_name="tiny")
+            spans = Spans(receiver.endpoint, front_end="front", model_name="tiny")
             up.front_end.observers = [spans]
             try:
                 yield up, receiver
             finally:
                 await asyncio.to_thread(spans.stop)
-    finally:
-        await collector.stop(None)
 
 
 async def received(receiver: Receiver, count: int) -> list[tuple[Any, dict[str, Any]]]:
     """So many spans and their attributes."""
-    async with asyncio.timeout(20):
-        while len(receiver.spans) < count:
-            receiver.came.clear()
-            await receiver.came.wait()
-    assert len(receiver.spans) == count
-    return [(span, {one.key: _value(one.value) for one in span.attributes}) for span in receiver.spans]
-
-
-def _value(value: Any) -> Any:
-    kind = value.WhichOneof("value")
-    return [_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind)
+    return await asyncio.to_thread(receiver.take, count)
 
 
 async def asked_as_ours(up: Served, metadata: Any = None) -> None:
