@@ -149,12 +149,14 @@ class BlockPool:
             for block in blocks:
                 refs[block] += 1
         assert refs == self._refs, "a block leaks"
-        free, cached = [*self._plain, *self._idle], self._cached
+        free = [*self._plain, *self._idle]
         assert len(free) == refs.count(0), "free + used != total"
         assert len(set(free)) == len(free), "a block is free twice"
         assert not any(map(refs.__getitem__, free)), "a used block is free"
         assert self._digest_of.keys().isdisjoint(self._plain), "a plain block remembers"
-        assert self._digest_of == dict(zip(cached.values(), cached, strict=True)), "a block is cached as another"
+        # Blocks are cached and forgotten in both at once, so that they even agree in their order.
+        assert [*self._digest_of] == [*self._cached.values()], "a block is cached as another"
+        assert [*self._digest_of.values()] == [*self._cached], "a block is cached under another digest"
 
     def _forget_idle(self, count: int) -> list[int]:
         """The longest idle blocks, and what they cached is not found any more."""

@@ -85,7 +85,7 @@ class Client:
         prompt = self.prompt
         ends = stops(prompt.sampling)
         prefix = chain(prompt.token_ids)[-1]
-        who = prompt.request_id
+        who, request = prompt.request_id, self.request(-1)
         if sorted(self.versions) != self.versions:
             raise Violation(f"weights went back: {self.versions}", who)
         for offset, (token, version) in enumerate(zip(self.token_ids, self.versions, strict=True)):
@@ -94,11 +94,11 @@ class Client:
             if token != expected:
                 raise Violation(f"client got {token} at offset {offset}, the model says {expected}", who)
             prefix = extend(prefix, token)
-            if ending(self.request(-1), self.token_ids[:offset], max_model_len) is not None and offset:
+            if ending(request, self.token_ids[:offset], max_model_len) is not None and offset:
                 raise Violation(f"client got tokens past the end at {offset - 1}", who)
         if self.outcome is None:
             raise Violation("the client still waits", who)
-        truly = ending(self.request(-1), self.token_ids, max_model_len)
+        truly = ending(request, self.token_ids, max_model_len)
         if self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value) and (
             truly is None or truly.value != self.outcome
         ):

@@ -2,14 +2,13 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tests.simulate.clock import Clock
 from tests.simulate.weather import MS, Link
 
 
-@dataclass(frozen=True, slots=True)
-class Fate:
+class Fate(NamedTuple):
     """What became of one message: the delays of the copies that arrive, and the names of what went wrong."""
 
     delays: list[int]
@@ -51,6 +50,8 @@ class Links:
         return self._told(name, delays, names)
 
     def _told(self, name: tuple[str, str], delays: list[int], names: list[str]) -> Fate:
+        if not names:
+            return Fate(delays, ())
         what = tuple(f"{name[0]} {fate}" for fate in names)
         for fate in what:
             self._met[fate] += 1

@@ -67,7 +67,9 @@ def next_token(prefix: int, version: int, seed: int, ends: frozenset[int], maske
 def ending(request: Request, token_ids: list[int], max_model_len: int) -> FinishReason | None:
     """Why these outputs end the request, or None while they do not."""
     sampling = request.sampling
-    if token_ids and len(token_ids) > sampling.min_tokens and token_ids[-1] in stops(sampling):
-        return FinishReason.STOP
+    if token_ids and len(token_ids) > sampling.min_tokens:
+        last = token_ids[-1]
+        if last in sampling.eos_token_ids or last in sampling.stop_token_ids:
+            return FinishReason.STOP
     limit = min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
     return FinishReason.LENGTH if len(token_ids) >= limit else None
