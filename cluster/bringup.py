@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.config import ServeConfig
+from cluster.config import MAX_STEPS_IN_FLIGHT, ServeConfig
 from cluster.errors import BringUpError, ConfigError
 from cluster.faults import FaultyWorkerPort
 from cluster.front_actor import FrontEndActor, FrontEndSpec
@@ -34,7 +34,7 @@ from cluster.otlp import traces_endpoint
 from cluster.ray_watch import RayWatch
 from cluster.sizing import num_cpus, size
 from scheduler.actor import Liveness, SchedulerActor, WorkerPort
-from worker.actor import HEALTH_GROUP, LOAD_GROUP, WorkerActor, WorkerSpec, WorkerTraits
+from worker.actor import HEALTH_GROUP, LOAD_GROUP, STEP_GROUP, WorkerActor, WorkerSpec, WorkerTraits
 
 PLACEMENT_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
@@ -217,7 +217,7 @@ class Deployment:
             num_cpus=1,
             num_gpus=1 if spec.device == "cuda" else 0,
             max_restarts=-1,
-            concurrency_groups={HEALTH_GROUP: 1, LOAD_GROUP: 1},
+            concurrency_groups={HEALTH_GROUP: 1, LOAD_GROUP: 1, STEP_GROUP: MAX_STEPS_IN_FLIGHT},
             scheduling_strategy=placement,
             runtime_env={"env_vars": spec.environment()},
         )

@@ -84,7 +84,7 @@ def serve(
     tensor_parallel_size: Annotated[int, typer.Option(help="1; more is not implemented.")] = 1,
     data_parallel_size: Annotated[int, typer.Option(help="Workers.")] = DEFAULTS.data_parallel_size,
     max_steps_in_flight: Annotated[int, typer.Option(help="Per worker, 1 to 4.")] = DEFAULTS.max_steps_in_flight,
-    threads: Annotated[int | None, typer.Option(help="Of one worker; default: cores / workers.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of one worker; default: (cores - 1) / workers.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the seeds drawn for requests that bring none.")] = None,
     speculative_config: Annotated[str, typer.Option(help="A JSON object; null: no drafts.")] = DEFAULT_SPECULATION,
     max_waiting: Annotated[int, typer.Option(help="Queued requests before RESOURCE_EXHAUSTED.")] = DEFAULTS.max_waiting,

@@ -94,7 +94,7 @@ def size(config: ServeConfig, directory: Path) -> Sizes:
     if (device, config.quantization) == ("cuda", "int8"):
         raise ConfigError("--quantization int8 needs --device cpu")
     drafts = _draft_spec(config, dtype, max_model_len)
-    threads = config.threads or max(1, num_cpus() // config.data_parallel_size)
+    threads = config.threads or default_threads(config.data_parallel_size)
     cores = _cores(config, device, threads)
     workers = tuple(
         WorkerSpec(
@@ -229,6 +229,14 @@ def check_weight_files(directory: Path) -> None:
 def num_cpus() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def default_threads(num_workers: int) -> int:
+    """Of each worker: its share of all cores but one, which the scheduler and the front end run on.
+
+    Where they interrupt one thread of a step, the others wait for it a hundred times a step.
+    """
+    return max(1, (num_cpus() - 1) // num_workers)
 
 
 def _scheduler_config(config: ServeConfig, device: str, max_model_len: int, num_blocks: int | None) -> SchedulerConfig:

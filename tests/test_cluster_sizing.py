@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config import ServeConfig, SpeculativeConfig
 from cluster.errors import ConfigError
-from cluster.sizing import CPU_POOL_BYTES, ModelShape, num_cpus, size
+from cluster.sizing import CPU_POOL_BYTES, ModelShape, size
 from tests.tiny_model import CONFIG, MAX_LEN, save_tiny_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 16 * 4  # key and value, layers, KV heads, head size, tokens, fp32
@@ -56,15 +56,21 @@ def test_workers_of_one_machine_have_cores_of_their_own_where_there_are_enough(
     def cores(**flags: Any) -> list[tuple[int, ...] | None]:
         return [worker.cores for worker in size(ServeConfig(device="cpu", **flags), directory).workers]
 
-    assert cores(data_parallel_size=2) == [(2, 3), (5, 7)]
+    assert cores(data_parallel_size=2, threads=2) == [(2, 3), (5, 7)]
+    assert cores(data_parallel_size=2) == [(2,), (3,)]  # one stays for the scheduler
     assert cores(data_parallel_size=3, threads=1) == [(2,), (3,), (5,)]
     assert cores(data_parallel_size=3, threads=2) == [None] * 3  # too few
     assert cores() == [None]
     assert cores(data_parallel_size=2, address="auto") == [None] * 2  # who knows on which machines
 
 
-def test_threads_are_shared_between_workers_unless_given(directory: Path) -> None:
-    assert {w.threads for w in size(ServeConfig(data_parallel_size=2), directory).workers} == {max(1, num_cpus() // 2)}
+def test_workers_share_all_cores_but_one_unless_told_how_many_threads(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(9)))
+    assert {w.threads for w in size(ServeConfig(), directory).workers} == {8}
+    assert {w.threads for w in size(ServeConfig(data_parallel_size=3), directory).workers} == {2}
+    assert {w.threads for w in size(ServeConfig(data_parallel_size=10), directory).workers} == {1}
     assert {w.threads for w in size(ServeConfig(threads=3), directory).workers} == {3}
 
 

@@ -8,9 +8,9 @@ out at a time. `health` has a thread of its own and answers during a step. Knows
 import logging
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HEALTH_GROUP = "health"
+STEP_GROUP = "steps"  # as many calls at once as steps may be in flight: the next plan is here when a step ends
 LOAD_GROUP = "load"
 WORKER_VARIABLE = "SLIPSTREAM_WORKER"  # in a worker's environment: which one it is
 
@@ -131,7 +132,8 @@ class WorkerActor:
         self._spec = spec
         self._transport = transport
         self._endpoint: Endpoint | None = None
-        self._turn = threading.Lock()
+        # One thread for all that touches the model: the next step begins there as soon as this one ends.
+        self._line = ThreadPoolExecutor(1, thread_name_prefix="steps")
         self._session: int | None = None
         self._traits: WorkerTraits | None = None
         self._queue: SessionQueue | None = None
@@ -140,6 +142,9 @@ class WorkerActor:
 
     def load(self) -> WorkerTraits:
         """Load the model unless that was done. `ValueError` says what is wrong with it."""
+        return self._line.submit(self._load).result()
+
+    def _load(self) -> WorkerTraits:
         if self._traits is None:
             began_s = time.monotonic()
             runner, self._traits = build(self._spec, self._checkpoints)
@@ -165,16 +170,20 @@ class WorkerActor:
 
     def register(self, session: int) -> Registered:
         """Begin a session with an empty pool; whatever was queued for an older one is forgotten."""
-        with self._turn:
-            traits = self.load()
-            assert self._queue is not None
-            self._queue.begin(session)
-            log.info("registered", extra={"session": session})
-            self._session = session
+        traits = self._line.submit(self._begin, session).result()
         if self._transport is not None and self._endpoint is None:
             self._endpoint = self._transport.listen(self, get_node_ip_address())
         return Registered(traits, self._endpoint)
 
+    def _begin(self, session: int) -> WorkerTraits:
+        traits = self._load()
+        assert self._queue is not None
+        self._queue.begin(session)
+        log.info("registered", extra={"session": session})
+        self._session = session
+        return traits
+
+    @ray.method(concurrency_group=STEP_GROUP)
     def step(self, packed: bytes) -> bytes:
         """A packed StepPlan; the packed list of StepResults it released.
 
@@ -189,8 +198,7 @@ class WorkerActor:
         """The results this plan released. Raises worker.session.StaleSession or StepError."""
         if self._queue is None:
             raise StaleSession(f"worker {self._spec.worker_id} was restarted and has not registered")
-        with self._turn:
-            return self._queue.offer(plan)
+        return self._line.submit(self._queue.offer, plan).result()
 
     def current_session(self) -> int | None:
         """The session this process is in."""

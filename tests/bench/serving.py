@@ -28,7 +28,7 @@ from cluster.demo import QUESTIONS
 from cluster.engine import Engine
 from cluster.model_source import resolve_model
 from cluster.progress import Display
-from cluster.sizing import Sizes, num_cpus
+from cluster.sizing import Sizes, default_threads
 from cluster.text import ChatMessage, load_tokenizer
 from scheduler.request import SamplingParams
 from worker.actor import build
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    threads = arguments.threads or num_cpus()
+    threads = arguments.threads or default_threads(1)
     restart_with(environment(threads))  # the engine runs here, and as the worker does
     config = ServeConfig(
         model=arguments.model, port=0, threads=threads, transport=arguments.transport, metrics_port=0,

@@ -30,7 +30,7 @@ from cluster.config import ServeConfig, SpeculativeConfig
 from cluster.engine import Engine
 from cluster.model_source import resolve_model
 from cluster.progress import Display
-from cluster.sizing import Sizes, num_cpus, size
+from cluster.sizing import Sizes, default_threads, size
 from scheduler.request import SamplingParams
 from worker.actor import build
 from worker.fingerprint import make_batch
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    threads = arguments.threads or num_cpus()
+    threads = arguments.threads or default_threads(1)
     restart_with(environment(threads))
     config = ServeConfig(
         model=arguments.model, port=0, threads=threads, metrics_port=0,
