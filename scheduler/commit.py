@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from scheduler.blocks import block_digest
 from scheduler.events import SchedulerConfig
-from scheduler.plan import each_of
 from scheduler.request import FinishReason
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
 from scheduler.stats import Counters
-from scheduler.step import IndexArray, Int32Array, StepResult
+from scheduler.step import ONE, ZERO, IndexArray, Int32Array, StepResult
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,12 +46,13 @@ class Committed:
 
 
 def is_protocol_error(step: Step, result: StepResult) -> NDArray[np.bool_]:
-    """Rows whose answer no plan allows: a sample too few or too many, or drafts never planned. [num_rows] bool."""
-    reserved, num_tokens = step.plan.reserved, result.num_tokens
-    samples = reserved > 0
-    wrong_count = (num_tokens < samples) | (num_tokens > reserved)
-    wrong_drafts = (result.num_verified > step.plan.num_drafts) | (result.num_verified < num_tokens - samples)
-    return np.asarray(wrong_count | wrong_drafts)
+    """Rows whose answer no plan allows: a sample too few or too many, or drafts never planned. [num_rows] bool.
+
+    Right is `0 <= accepted <= verified <= planned`, where a chunk, which samples nothing, "accepts" its tokens.
+    """
+    num_drafts, num_verified = step.plan.num_drafts, result.num_verified
+    num_accepted = result.num_tokens - (step.plan.reserved - num_drafts)
+    return np.asarray((num_accepted < ZERO) | (num_accepted > num_verified) | (num_verified > num_drafts))
 
 
 def commit_live(
@@ -71,7 +71,7 @@ def commit_live(
     num_drafts, reserved = plan.num_drafts[chosen], plan.reserved[chosen]
     num_tokens, num_verified = result.num_tokens[chosen], result.num_verified[chosen]
     token_ids = result.token_ids if everything else tokens_of_rows(result, live)
-    samples = reserved > 0
+    samples = reserved - num_drafts  # 1, or 0 for a chunk
     num_accepted = num_tokens - samples
     num_rejected = num_drafts - num_accepted
 
@@ -110,7 +110,7 @@ def _append(
 ) -> tuple[Int32Array, Int32Array, list[Ending]]:
     """T += A + 1 for every row, cut where a stop or the end falls inside the run."""
     table = worker.rows
-    table.write_tokens(rows.repeat(num_tokens), each_of(before, num_tokens), token_ids)
+    table.write_tokens(rows, before, num_tokens, token_ids)
     after = before + num_tokens
     ends = after >= table.end[rows]
     stopped = table.may_stop(token_ids)
@@ -159,25 +159,27 @@ def publish_full_blocks(worker: WorkerState, rows: IndexArray, block_size: int) 
     rows, full = rows[due], full[due]
     published = table.num_published[rows]
     table.num_published[rows] = full
-    # One entry per block: its row, its place in the row's table, its tokens.
+    # One entry per block, row after row.
     counts = full - published
-    row_of, places = rows.repeat(counts), each_of(published, counts)
-    tokens, width = table.tokens_of_blocks(row_of, places).tobytes(), 4 * block_size
-    states, made = table.states, []
-    for row, place, start in zip(row_of.tolist(), places.tolist(), range(0, len(tokens), width), strict=True):
-        state = states[row]
+    blocks, tokens = table.blocks_with_tokens(rows, published, counts)
+    made: list[bytes] = []
+    width, start = 4 * block_size, 0
+    for row, place, stop in zip(rows.tolist(), published.tolist(), full.tolist(), strict=True):
+        state = table.states[row]
         assert state is not None
         digests = state.digests
-        if place == len(digests):
-            parent = digests[-1] if place else state.root
-            digests.append(block_digest(parent, tokens[start : start + width]))
-        made.append(digests[place])
-    worker.pool.publish(table.block_table[row_of, places].tolist(), made)
+        while len(digests) < stop:
+            parent = digests[-1] if digests else state.root
+            at = start + (len(digests) - place) * width
+            digests.append(block_digest(parent, tokens[at : at + width]))
+        made += digests[place:stop]
+        start += (stop - place) * width
+    worker.pool.publish(blocks, made)
 
 
 def publishable_tokens(worker: WorkerState, rows: IndexArray) -> Int32Array:
     """`min(T - 1, C - IF)`: the last token's KV may never be written, and a row in flight may fail alone."""
-    return np.asarray(np.minimum(worker.rows.num_tokens[rows] - 1, completed_tokens(worker, rows)))
+    return np.asarray(np.minimum(worker.rows.num_tokens[rows] - ONE, completed_tokens(worker, rows)))
 
 
 def completed_tokens(worker: WorkerState, rows: IndexArray) -> Int32Array:

@@ -58,7 +58,7 @@ from scheduler.state import (
     queue_key,
 )
 from scheduler.stats import Counters, SchedulerStats, count_by, snapshot
-from scheduler.step import Int32Array, RowLogprobs, StepResult
+from scheduler.step import ZERO, Int32Array, RowLogprobs, StepResult
 from scheduler.watched import WatchedPool
 
 MAX_ENDED_STORIES = 256
@@ -798,7 +798,7 @@ def answers(result: StepResult, step: Step) -> bool:
     return (
         len(result.epochs) == len(num_tokens) == len(result.num_verified) == num_rows
         and not np.count_nonzero(result.epochs != step.plan.epochs)
-        and not np.count_nonzero(num_tokens < 0)
+        and not np.count_nonzero(num_tokens < ZERO)
         and int(np.add.reduce(num_tokens)) == len(result.token_ids)
     )
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from scheduler.state import FrameKind, RequestState, Step, WorkerState
-from scheduler.step import Arrival, IndexArray, Int32Array, StepPlan
+from scheduler.step import ONE, TWO, ZERO, Arrival, IndexArray, Int32Array, StepPlan
 
 Count = TypeVar("Count", int, Int32Array)
 
@@ -69,7 +69,7 @@ class PlanBuilder:
     def add(self, planned: PlannedRows, block_ids: list[int]) -> None:
         """Put rows into the step and move their counters: C += n, PH += reserved."""
         table = self.worker.rows
-        rows, sampled = planned.rows, planned.reserved > 0
+        rows, sampled = planned.rows, planned.reserved.astype(np.bool_)
         table.num_computed[rows] += planned.num_scheduled
         table.num_in_flight[rows] += planned.num_scheduled
         table.num_placeholders[rows] += planned.reserved
@@ -89,7 +89,7 @@ class PlanBuilder:
         planned = joined(self.parts)
         num_rows = len(planned.rows)
         block_offsets = np.zeros(num_rows + 1, np.int32)
-        planned.num_new_blocks.cumsum(dtype=np.int32, out=block_offsets[1:])
+        np.add.accumulate(planned.num_new_blocks, dtype=np.int32, out=block_offsets[1:])
         plan = StepPlan(
             session=worker.session,
             step_seq=worker.next_step_seq,
@@ -153,12 +153,12 @@ def _wish(worker: WorkerState, wanted: Int32Array, budget: int, block_size: int)
     # Tokens that no live frame has promised yet: each yields at least one.
     room = table.end[rows] - num_tokens - table.num_live[rows]
     drafts = np.minimum(wanted, table.num_proposed[rows])
-    np.minimum(drafts, room - 1, out=drafts)
-    np.maximum(drafts, 0, out=drafts)
+    np.minimum(drafts, room - ONE, out=drafts)
+    np.maximum(drafts, ZERO, out=drafts)
     drafts[table.prefilling[rows]] = 0
-    num_scheduled = (pending + drafts) * (room > 0)
+    num_scheduled = (pending + drafts) * (room > ZERO)
     if np.add.reduce(num_scheduled) > budget:
-        before = num_scheduled.cumsum(dtype=np.int32) - num_scheduled
+        before = np.add.accumulate(num_scheduled, dtype=np.int32) - num_scheduled
         num_scheduled = np.minimum(num_scheduled, np.maximum(budget - before, 0))
     return _with_blocks(worker, rows, num_scheduled, pending, room, wanted, block_size)
 
@@ -175,12 +175,12 @@ def _with_blocks(
     """Drafts, reservation, lookahead and new blocks that follow from n."""
     table = worker.rows
     samples = num_scheduled >= pending  # something is pending in every row
-    num_drafts = np.maximum(num_scheduled - pending, 0)
-    num_propose = np.maximum(np.minimum(wanted, room - 2), 0) * samples
+    num_drafts = np.maximum(num_scheduled - pending, ZERO)
+    num_propose = np.maximum(np.minimum(wanted, room - TWO), ZERO) * samples
     upper = table.num_computed[rows] + num_scheduled + lookahead(num_propose)
     np.minimum(upper, table.end[rows], out=upper)
     upper += block_size - 1
-    num_new_blocks = np.maximum(upper // block_size - table.num_blocks[rows], 0)  # 0 where n is
+    num_new_blocks = np.maximum(upper // block_size - table.num_blocks[rows], ZERO)  # 0 where n is
     return PlannedRows(rows, num_scheduled, num_drafts, num_drafts + samples, num_propose, num_new_blocks)
 
 
@@ -191,26 +191,13 @@ def lookahead(num_propose: Count) -> Count:
 
 def allocate_blocks(worker: WorkerState, planned: PlannedRows) -> list[int]:
     """Take the planned blocks and append them to the rows' tables. Returns them row after row."""
-    table = worker.rows
     due = planned.num_new_blocks.nonzero()[0]
     if len(due) == 0:
         return []
-    rows, counts = planned.rows[due], planned.num_new_blocks[due]
-    num_blocks = table.num_blocks[rows]
+    counts = planned.num_new_blocks[due]
     blocks = worker.pool.allocate(int(np.add.reduce(counts)))
-    table.block_table[rows.repeat(counts), each_of(num_blocks, counts)] = blocks
-    table.num_blocks[rows] = num_blocks + counts
+    worker.rows.write_blocks(planned.rows[due], counts, blocks)
     return blocks
-
-
-def each_of(starts: Int32Array, counts: Int32Array) -> IndexArray:
-    """`starts[i], starts[i] + 1, ...`, so many of each: [sum(counts)]."""
-    if np.count_nonzero(counts == 1) == len(counts):
-        return starts.astype(np.intp)
-    stops = counts.cumsum()
-    numbers: IndexArray = (starts - stops + counts).repeat(counts)
-    numbers += np.arange(len(numbers))
-    return numbers
 
 
 def _plan_scarce(

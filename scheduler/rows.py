@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.state import RequestState
-from scheduler.step import IndexArray, Int32Array
+from scheduler.step import ONE, IndexArray, Int32Array
 
 
 class RowTable:
@@ -136,17 +136,27 @@ class RowTable:
         self._order = None
         return blocks
 
-    def write_tokens(self, rows: IndexArray, positions: IndexArray, token_ids: Int32Array) -> None:
-        """Write tokens `[n]` at (row, position). A run that goes past the row is cut by its request's end."""
+    def write_tokens(self, rows: IndexArray, starts: Int32Array, counts: Int32Array, token_ids: Int32Array) -> None:
+        """Write `counts[i]` tokens from `starts[i]` on into each row. What goes past a row is cut by its end anyway."""
         width = self.token_ids.shape[1]
-        if len(positions) and np.maximum.reduce(positions) >= width:
-            inside = positions < width
-            rows, positions, token_ids = rows[inside], positions[inside], token_ids[inside]
-        self.token_ids.reshape(-1)[rows * width + positions] = token_ids
+        if np.count_nonzero(starts + counts > width):
+            token_ids = token_ids[each_of(starts, counts) < width]
+            counts = np.minimum(counts, width - starts)
+        self.token_ids.reshape(-1)[each_of(rows * width + starts, counts)] = token_ids
 
-    def tokens_of_blocks(self, rows: IndexArray, places: IndexArray) -> Int32Array:
-        """The tokens of the row's block at each place: [n, block_size]."""
-        return self.token_ids.reshape(-1, self.block_size).take(rows * self.blocks_per_row + places, axis=0)
+    def blocks_with_tokens(self, rows: IndexArray, starts: Int32Array, counts: Int32Array) -> tuple[list[int], bytes]:
+        """The `counts[i]` blocks from place `starts[i]` on of each row, and their int32 tokens."""
+        places = each_of(rows * self.blocks_per_row + starts, counts)
+        tokens = self.token_ids.reshape(-1, self.block_size).take(places, axis=0)
+        blocks: list[int] = self.block_table.reshape(-1).take(places).tolist()
+        return blocks, tokens.tobytes()
+
+    def write_blocks(self, rows: IndexArray, counts: Int32Array, blocks: list[int]) -> None:
+        """Lengthen the block tables of rows by `counts[i]` blocks each."""
+        num_blocks = self.num_blocks[rows]
+        places = each_of(rows * self.blocks_per_row + num_blocks, counts)
+        self.block_table.reshape(-1)[places] = blocks
+        self.num_blocks[rows] = num_blocks + counts
 
     def may_stop(self, token_ids: Int32Array) -> IndexArray:
         """Where a token is a stop id of some running request; whether of its own is for `first_stop` to say."""
@@ -170,3 +180,12 @@ class RowTable:
                 del counts[stop_id]
         if len(counts) != num_before:
             self._stop_ids = np.array(sorted(counts), np.int32)
+
+
+def each_of(starts: Int32Array | IndexArray, counts: Int32Array) -> IndexArray:
+    """`starts[i], starts[i] + 1, ...`, so many of each: [sum(counts)]."""
+    if np.count_nonzero(counts == ONE) == len(counts):
+        return starts.astype(np.intp, copy=False)
+    stops = np.add.accumulate(counts, dtype=np.int32)
+    numbers: IndexArray = (starts - stops + counts).repeat(counts)
+    return numbers + np.arange(len(numbers))

@@ -2,12 +2,13 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler.state import WorkerState
-from scheduler.step import Int32Array, Int64Array
+from scheduler.step import Int32Array
 
 if TYPE_CHECKING:
     from scheduler.core import Scheduler
@@ -119,7 +120,7 @@ class Counters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    accepted_per_pos: Int64Array = field(default_factory=lambda: np.zeros(1, np.int64))
+    accepted_per_pos: list[int] = field(default_factory=lambda: [0])
     tokens_reserved: int = 0
     tokens_rolled_back: int = 0
     stale_tokens_dropped: dict[str, int] = field(default_factory=dict)
@@ -140,12 +141,13 @@ class Counters:
             return False
         self.num_drafts += num_drafts
         self.num_draft_tokens += int(np.add.reduce(num_verified))
-        histogram = np.bincount(num_accepted, minlength=int(np.maximum.reduce(num_verified)) + 1)
-        reached = histogram[::-1].cumsum()[::-1][1:]  # position i was accepted if A > i
-        self.num_accepted_tokens += int(np.add.reduce(reached))
-        if len(reached) > len(self.accepted_per_pos):
-            self.accepted_per_pos = np.pad(self.accepted_per_pos, (0, len(reached) - len(self.accepted_per_pos)))
-        self.accepted_per_pos[: len(reached)] += reached
+        most = int(num_verified[num_verified.argmax()])
+        histogram = np.bincount(num_accepted, minlength=most + 1).tolist()
+        reached = [*accumulate(reversed(histogram))][-2::-1]  # position i was accepted if A > i
+        self.num_accepted_tokens += sum(reached)
+        self.accepted_per_pos += [0] * (len(reached) - len(self.accepted_per_pos))
+        for position, times in enumerate(reached):
+            self.accepted_per_pos[position] += times
         return True
 
 
@@ -173,7 +175,7 @@ def snapshot(scheduler: "Scheduler") -> SchedulerStats:
         num_drafts=counters.num_drafts,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
-        num_accepted_tokens_per_pos=tuple(counters.accepted_per_pos.tolist()),
+        num_accepted_tokens_per_pos=tuple(counters.accepted_per_pos),
         tokens_reserved=counters.tokens_reserved,
         tokens_rolled_back=counters.tokens_rolled_back,
         placeholders=sum(int(worker.rows.num_placeholders[worker.rows.order()].sum()) for worker in workers),

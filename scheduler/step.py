@@ -6,6 +6,7 @@ each of its rows by epoch. Knows nothing about how messages travel.
 """
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,11 @@ Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 IndexArray = NDArray[np.intp]  # what numpy indexes with as it is; other integers cost it three times as much
+
+# For columns: converting a Python number costs numpy as much again as the operation on some hundred rows.
+ZERO: Final = np.array(0, np.int32)
+ONE: Final = np.array(1, np.int32)
+TWO: Final = np.array(2, np.int32)
 
 
 def empty_int32() -> Int32Array:

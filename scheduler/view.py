@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.core import Scheduler
-from scheduler.plan import each_of
+from scheduler.rows import each_of
 from scheduler.state import RequestState, WorkerState
 from scheduler.stats import worker_snapshot
 

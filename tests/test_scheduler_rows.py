@@ -51,7 +51,7 @@ def test_tokens_and_blocks_go_back_with_the_request() -> None:
     row = seat(table, state, 1)
     table.append_blocks(row, [7, 3])
     table.append_blocks(row, [5])
-    table.write_tokens(np.array([row, row]), np.array([8, 9]), np.array([41, 42], np.int32))
+    table.write_tokens(np.array([row]), np.array([8], np.int32), np.array([2], np.int32), np.array([41, 42], np.int32))
     table.num_tokens[row] = 10
     table.num_draft_tokens[row], table.num_accepted[row] = 6, 2
     assert table.vacate(row) == [7, 3, 5]
@@ -82,8 +82,8 @@ def test_next_tenant_starts_from_nothing() -> None:
 def test_run_past_the_model_length_is_cut_where_the_row_ends() -> None:
     """A worker's last run may be longer than what is left."""
     table = RowTable(2, 16, 4)
-    rows = np.array([0, 0, 0, 1])
-    table.write_tokens(rows, np.array([14, 15, 16, 3]), np.array([1, 2, 3, 4], np.int32))
+    starts, counts = np.array([14, 3], np.int32), np.array([3, 1], np.int32)
+    table.write_tokens(np.array([0, 1]), starts, counts, np.array([1, 2, 3, 4], np.int32))
     assert table.token_ids[0, 14:].tolist() == [1, 2]
     assert table.token_ids[1, 3] == 4
 
