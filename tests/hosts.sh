@@ -69,7 +69,10 @@ start_host() {
   chmod 700 "$root/root" "$root/root/.ssh"
   cp "$DIR/key.pub" "$root/root/.ssh/authorized_keys"
   ln -s "$VENV" "$root/root/slipstream-venv"
-  [ "$host" != ops ] || install -m 600 "$DIR/key" "$root/root/.ssh/id_ed25519"
+  if [ "$host" = ops ]; then
+    install -m 600 "$DIR/key" "$root/root/.ssh/id_ed25519"
+    echo "10.77.0.*,h? $(cat "$DIR/host_key.pub")" > "$root/root/.ssh/known_hosts"
+  fi
   cat > "$root/sshd_config" <<CONFIG
 Port 22
 HostKey $DIR/host_key

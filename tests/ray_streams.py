@@ -41,6 +41,19 @@ class Asked:
         bias = tuple((token, FAR_ABOVE) for token in self.few)
         return SamplingParams(temperature=self.temperature, seed=self.seed, logit_bias=bias)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What Client.generate is called with."""
+        return {
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": 1.0,
+            "seed": self.seed,
+            "logit_bias": dict(self.sampling.logit_bias),
+            "ignore_eos": True,
+        }
+
 
 def random_requests(count: int, max_tokens: int, seed: int) -> list[Asked]:
     """Prompts with repetitions; greedy and sampled, every other pair of few tokens: n-gram drafts find something."""
@@ -94,17 +107,7 @@ def deployed(config: ServeConfig, directory: Path) -> Iterator[Deployment]:
 async def stream(client: Client, asked: Asked, request_id: str, taken: dict[str, list[int]]) -> None:
     """Collects one stream, checking that every token comes once and in its place."""
     token_ids = taken.setdefault(request_id, [])
-    generation = client.generate(
-        asked.prompt,
-        request_id=request_id,
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=1.0,
-        seed=asked.seed,
-        logit_bias=dict(asked.sampling.logit_bias),
-        ignore_eos=True,
-    )
-    async for output in generation:
+    async for output in client.generate(**asked.arguments, request_id=request_id):
         assert output.offset == len(token_ids)
         token_ids.extend(output.token_ids)
 

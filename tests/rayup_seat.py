@@ -20,8 +20,9 @@ def _print(answer: object) -> None:
     sys.stdout.flush()
 
 
-async def _stream(client: Client, asked: dict[str, Any], taken: list[int]) -> None:
-    async for output in client.generate(asked.pop("prompt"), top_p=1.0, ignore_eos=True, **asked):
+async def _stream(client: Client, arguments: dict[str, Any], taken: list[int]) -> None:
+    bias = {int(token): value for token, value in arguments["logit_bias"].items()}  # JSON's keys are strings
+    async for output in client.generate(**arguments | {"logit_bias": bias}):
         assert output.offset == len(taken), "a token twice, or none in its place"
         taken.extend(output.token_ids)
 
