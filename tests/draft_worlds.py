@@ -78,13 +78,14 @@ class World:
     ms: float = 0.0
     tokens: float = 0.0
     choices: list[Choice] = field(default_factory=list)
+    asleep: list[bool] = field(default_factory=list)  # the model, by step
 
     def run(self, fixed: tuple[int, int] | None, num_steps: int = 1000) -> "World":
         """fixed: source and K of every row and step; None: adaptive. Lookup comes first in a fixed mixture (2, K)."""
         rng = random.Random(self.seed)
         policy = AdaptiveDrafts(StepCosts({n: 1e6 * ms for n, ms in self.costs.items()}), self.max_drafts)
         seats = [Seat(dataclasses.replace(row_of(1, 2, 3), row=i, epoch=1 + i)) for i in range(self.num_rows)]
-        self.ms, self.tokens, self.choices = 0.0, 0.0, []
+        self.ms, self.tokens, self.choices, self.asleep = 0.0, 0.0, [], []
         for step in range(num_steps):
             verified = self._verify(rng, seats, step)
             if fixed is None:
@@ -149,6 +150,9 @@ class World:
         fixed: tuple[int, int] | None,
     ) -> None:  # fmt: skip
         quality = self.model(step)
+        self.asleep.append(policy.model_sleeps)
+        if fixed is None and policy.model_sleeps:
+            quality = None
         available = [(len(seat.found), 0 if quality is None else self.max_drafts) for seat in seats]
         if fixed is None:
             rows = [seat.row for seat in seats]

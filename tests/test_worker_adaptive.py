@@ -116,6 +116,28 @@ def test_a_bad_patch_is_not_for_ever() -> None:
     assert np.mean(counts[440:]) >= 2
 
 
+def test_a_model_that_brings_nothing_sleeps_longer_and_longer_and_is_tried_again() -> None:
+    world = World(costs=STEEP, num_rows=8, model=always(BAD)).run(None, 1500)
+    asleep = world.asleep
+    sleeps = [len(list(run)) for is_asleep, run in itertools.groupby(asleep) if is_asleep]
+    assert len(sleeps) >= 4
+    assert sleeps[0] < sleeps[1] < sleeps[2]
+    assert np.mean(asleep[300:]) > 0.75
+
+
+def test_a_model_that_pays_never_sleeps_and_a_load_that_halves_wakes_one() -> None:
+    assert not any(World(costs=FLAT, num_rows=2, model=always(GOOD)).run(None, 600).asleep)
+    policy = AdaptiveDrafts(StepCosts({n: 1e6 * ms for n, ms in FLAT.items()}), 8)
+    rows = [dataclasses.replace(row_of(1, 2, 3), row=i, epoch=1 + i) for i in range(8)]
+    policy.choose(rows, [(0, 8)] * 8, [0] * 8)
+    while not policy.model_sleeps:
+        policy.observe(decoded([(row, 0, 0) for row in rows], 20.0))
+    policy.observe(decoded([(row, 0, 0) for row in rows[:5]], 18.0))
+    assert policy.model_sleeps
+    policy.observe(decoded([(row, 0, 0) for row in rows[:4]], 16.0))
+    assert not policy.model_sleeps
+
+
 def test_where_drafts_neither_help_nor_hurt_the_choice_does_not_flap() -> None:
     world = World(costs=FLAT, num_rows=8, model=always((0.22, 0.1))).run(None, 600)
     totals = [sum(count for _, count in choice) > 8 for choice in world.choices[100:]]

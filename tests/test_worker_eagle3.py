@@ -85,7 +85,7 @@ class Watched(Drafter):
         self.max_drafts, self.state_layers = drafter.max_drafts, drafter.state_layers
         self._drafter, self._reference, self._layers = drafter, reference, sketch.state_layers
         self._alone = with_pool(target(), BLOCK, 16)
-        self.num_compared = 0
+        self.num_compared = self.num_gaps = 0
 
     def begin_session(self) -> None:
         self._drafter.begin_session()
@@ -99,9 +99,15 @@ class Watched(Drafter):
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         proposed = self._drafter.propose(rows, num_propose)
         for row, drafts, wanted in zip(rows, proposed, num_propose, strict=True):
-            assert len(drafts) == min(wanted, self.max_drafts)
+            first = self._drafter._waiting[row.epoch].first_block * BLOCK
             token_ids = row.token_ids.tolist()
-            states = true_states(self._alone, token_ids[:-1], self._layers)
+            self.num_gaps += first > 0
+            if first >= len(token_ids) - 1:
+                assert drafts == []
+                continue
+            assert len(drafts) == min(wanted, self.max_drafts)
+            states = true_states(self._alone, token_ids[:-1], self._layers)[first:]
+            token_ids = token_ids[first:]
             assert drafts == self._reference.drafts(states, token_ids, len(drafts)), row.request_id
             self.num_compared += len(drafts)
         return proposed
@@ -196,6 +202,57 @@ def test_drafts_are_as_from_scratch_after_chunks_hits_preemptions_and_resets(tmp
     for output in outputs.values():
         assert output.finish_reason is FinishReason.LENGTH, output.finish
         assert output.token_ids == undisturbed(alone, output.prompt_token_ids.tolist(), GREEDY, 24).token_ids
+
+
+def test_where_no_states_were_kept_a_row_drafts_from_what_follows(tmp_path: Path) -> None:
+    """Also one that hits such blocks; what an earlier owner left in them is read by nobody."""
+    watched: list[Watched] = []
+
+    def drafter(model: Model) -> Watched:
+        head = head_of(PLAIN, tmp_path, model)
+        head.kv_cache.key.fill_(7.0)
+        head.kv_cache.value.fill_(7.0)
+        watched.append(Watched(Eagle3Drafter(head, max_drafts=3), written_out(PLAIN), PLAIN))
+        return watched[0]
+
+    engine, _ = engine_of(drafter, num_blocks=24, budget=24)
+    shared = [prompt_of(seed, 64) for seed in range(3)]
+    for index in range(30):
+        prompt = shared[index // 3 % 3][: (64, 32, 49)[index % 3]] + prompt_of(index, index % 4)
+        engine.submit(prompt, GREEDY, 12, f"r{index}", max_drafts=index % 4)
+        for step in range(9):
+            watched[0].state_layers = () if (index + step) % 7 < index // 9 % 4 else PLAIN.state_layers
+            engine.step()
+    outputs = engine.run()
+    assert engine.scheduler.stats().prefix_cache_hits > 0
+    assert watched[0].num_gaps > 50
+    assert watched[0].num_compared > 150
+    alone = with_pool(target(), BLOCK, 16)
+    for output in outputs.values():
+        assert output.token_ids == undisturbed(alone, output.prompt_token_ids.tolist(), GREEDY, 12).token_ids
+
+
+def test_a_block_that_its_owner_left_without_pairs_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    watched: list[Watched] = []
+
+    def drafter(model: Model) -> Watched:
+        watched.append(Watched(Eagle3Drafter(head_of(PLAIN, tmp_path, model), max_drafts=3), written_out(PLAIN), PLAIN))
+        return watched[0]
+
+    engine, _ = engine_of(drafter, num_blocks=6)
+    first, second = prompt_of(1, 64), prompt_of(2, 64)
+    engine.submit(first, GREEDY, 2)
+    engine.run()
+    engine.handle(CacheReset(reset_running=False))
+    watched[0].state_layers = ()
+    engine.submit(second, GREEDY, 2)
+    engine.run()
+    assert watched[0].num_gaps == 0
+    watched[0].state_layers = PLAIN.state_layers
+    engine.submit([*second, 5], GREEDY, 24)
+    engine.run()
+    assert engine.scheduler.stats().prefix_cache_hits >= 48
+    assert watched[0].num_gaps > 3
 
 
 def test_trap_27_the_last_block_of_a_hit_is_dropped(tmp_path: Path) -> None:

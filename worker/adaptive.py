@@ -3,7 +3,8 @@
 In each step the drafts of all rows are ranked by the chance that they are accepted, and as many are made as
 bring more tokens than their time is worth, at the rate at which tokens come now. While a model drafts, it is asked
 to stop where its certainty says so. What is not drafted is probed from a budget: a share of the time, and what
-probes bring. A policy: it never changes a stream, only when its tokens come.
+probes bring. A model that brings next to nothing sleeps for a while, so that nobody pays for what it must be shown.
+A policy: it never changes a stream, only when its tokens come.
 """
 
 import math
@@ -34,6 +35,11 @@ RATE_FORGET: Final = 0.97  # of what one step says of tokens per time
 PROBE_SHARE: Final = 0.006  # of the time
 UNDECIDED: Final = -1
 PROBE_AFTER: Final = 8  # steps without a draft of a source before one is tried
+MODEL_SHARE: Final = 0.05  # of all tokens: a model that brings fewer sleeps
+FIRST_AWAKE: Final = 128  # steps in which it must show what it can
+AWAKE_STEPS: Final = 32  # later: to see states, to draft from them and to be judged
+FIRST_SLEEP: Final = 96  # steps; longer every time
+MOST_SLEEP: Final = 768
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +69,11 @@ class AdaptiveDrafts:
         self._num_sampling = 1  # rows of it that return tokens
         self._tokens, self._elapsed_ns = 0.0, 0.0  # of the last steps that only decoded
         self._probe_ns = 0.0  # budget
+        self._model_tokens = 0.0  # of those, drafted by the model
+        self.model_sleeps = False
+        self._rested = 0  # steps since it fell asleep or woke
+        self._awake_steps, self._next_sleep = FIRST_AWAKE, FIRST_SLEEP
+        self._rows_at_sleep = 0
         self._more: list[float] = [0.0]  # tokens that so many more to verify in the next step are worth
         self._num_judged = 0  # depths that a model was judged at in this step
 
@@ -79,7 +90,7 @@ class AdaptiveDrafts:
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from a step's acceptances and from its time."""
-        num_tokens = num_drafts = num_sampling = num_outputs = 0
+        num_tokens = num_drafts = num_sampling = num_outputs = num_of_model = 0
         is_decode = True
         for frame in step.frames:
             count, num_verified = frame.stop - frame.start, len(frame.draft_token_ids)
@@ -93,14 +104,31 @@ class AdaptiveDrafts:
                 plan = self._plans.get(frame.row.epoch)
                 if plan is not None:
                     self._note(plan, frame.row.row, num_verified, len(frame.token_ids) - 1)
+                    num_of_model += (len(frame.token_ids) - 1) * (plan.source == MODEL)
         if num_sampling:
             self._num_sampling = num_sampling
             self._num_tokens = num_tokens - num_drafts
             if is_decode:
                 self.costs.verified(num_tokens, step.verify_ns)
                 self._tokens = RATE_FORGET * self._tokens + num_outputs
+                self._model_tokens = RATE_FORGET * self._model_tokens + num_of_model
+                self._rest(num_sampling)
                 self._elapsed_ns = RATE_FORGET * self._elapsed_ns + step.verify_ns
                 self._probe_ns = min(self._probe_ns + PROBE_SHARE * step.verify_ns, step.verify_ns)
+
+    def _rest(self, num_rows: int) -> None:
+        """Whether the model sleeps from now on. A load that halves wakes it: what did not pay then may now."""
+        self._rested += 1
+        if self.model_sleeps:
+            if self._rested >= self._next_sleep or 2 * num_rows <= self._rows_at_sleep:
+                self.model_sleeps, self._rested = False, 0
+                self._next_sleep = min(self._next_sleep * 3 // 2, MOST_SLEEP)
+        elif self._model_tokens >= MODEL_SHARE * self._tokens:
+            self._awake_steps, self._next_sleep = FIRST_AWAKE, FIRST_SLEEP
+            self._rested = 0
+        elif self._rested >= self._awake_steps:
+            self.model_sleeps, self._rested, self._rows_at_sleep = True, 0, num_rows
+            self._awake_steps = AWAKE_STEPS
 
     def _note(self, plan: RowPlan, row: int, num_verified: int, num_accepted: int) -> None:
         dropped = plan.dropped if num_verified == len(plan.words) else None

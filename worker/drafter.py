@@ -41,7 +41,7 @@ class Drafter(ABC):
     """Proposes the next tokens of many rows at once. In each step: `observe`, then `propose`, perhaps for no row."""
 
     max_drafts: int  # the most it can propose for one row
-    state_layers: tuple[int, ...] = ()  # layers of the target; what enters them is shown to `observe`
+    state_layers: tuple[int, ...] = ()  # of the target: what enters them in the next step is shown to `observe`
     drop_last_hit_block: bool = False  # its KV at the end of a block depends on the token after it
     match_lengths: Sequence[int] = ()  # of the last proposal, per row, by a drafter that looks up
     judge: Judge | None = None  # whoever may cut the drafts of a model short; None: nobody

@@ -8,7 +8,7 @@ layer of the head's: no block is ever allocated for it. Knows nothing about plan
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -132,8 +132,9 @@ class Waiting:
     """Verified positions of one row whose pairs are not in the head's KV yet."""
 
     row: RowState
-    start: int  # the first of them
+    start: int  # the first of them; past `stop`: the head has not seen the tokens before it
     stop: int
+    first_block: int  # of the row's blocks: from here on the head's layer has no gap
     states: list[torch.Tensor] = field(default_factory=list)  # [stop - start] rows in all
 
 
@@ -142,6 +143,8 @@ class Eagle3Drafter(Drafter):
 
     Pairs are computed when the row drafts, or when a block of it is full: a block that others may find in the
     prefix cache is whole in the head's layer too, except for its last pair, which depends on the next token.
+    In steps whose states nobody kept, blocks stay without pairs. A row drafts from what follows its last such block,
+    at true positions: keys and values of one layer depend on their own pair only, so those that are there are right.
     """
 
     drop_last_hit_block = True
@@ -154,11 +157,13 @@ class Eagle3Drafter(Drafter):
         self._block_size = head.kv_cache.block_size
         self._waiting: dict[int, Waiting] = {}  # by epoch
         self._due: dict[int, None] = {}  # epochs whose pairs must not wait any longer
+        self._whole: set[int] = set()  # blocks with all their pairs
 
     def begin_session(self) -> None:
         """Forget every row."""
         self._waiting.clear()
         self._due.clear()
+        self._whole.clear()
 
     def forget(self, epoch: int) -> None:
         """An epoch has left this worker."""
@@ -166,7 +171,8 @@ class Eagle3Drafter(Drafter):
         self._due.pop(epoch, None)
 
     def observe(self, step: VerifiedStep) -> None:
-        """Keep the true hidden states of every position that was verified."""
+        """Keep the true hidden states of every position that was verified, if the step has them."""
+        has_states = step.states.shape[1] > 0
         first = 0
         for frame in step.frames:
             row, start = frame.row, first
@@ -176,12 +182,34 @@ class Eagle3Drafter(Drafter):
                 continue
             waiting = self._waiting.get(row.epoch)
             if waiting is None:
-                waiting = self._waiting[row.epoch] = Waiting(row, frame.start, frame.start)
+                waiting = Waiting(row, frame.start, frame.start, self._first_block(row, frame.start))
+                self._waiting[row.epoch] = waiting
             assert waiting.stop == frame.start, f"states of {waiting.stop}, then of {frame.start}"
-            waiting.states.append(step.states[start : start + row.num_computed_tokens - frame.start])
             waiting.stop = row.num_computed_tokens
-            if waiting.start // self._block_size != waiting.stop // self._block_size:
+            size = self._block_size
+            self._whole.difference_update(row.block_ids[frame.start // size : -(-waiting.stop // size)].tolist())
+            if not has_states:
+                self._miss(waiting)
+                continue
+            unseen = max(waiting.start - frame.start, 0)
+            waiting.states.append(step.states[start + unseen : start + waiting.stop - frame.start])
+            if waiting.start // size < waiting.stop // size:
                 self._due[row.epoch] = None
+
+    def _first_block(self, row: RowState, num_tokens: int) -> int:
+        """Of a row that arrives with so many tokens in the prefix cache."""
+        block_ids = row.block_ids.tolist()
+        first = num_tokens // self._block_size
+        while first and block_ids[first - 1] in self._whole:
+            first -= 1
+        return first
+
+    def _miss(self, waiting: Waiting) -> None:
+        """The row goes on from its next block."""
+        self._due.pop(waiting.row.epoch, None)
+        waiting.states.clear()
+        waiting.first_block = -(-waiting.stop // self._block_size)
+        waiting.start = waiting.first_block * self._block_size
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
@@ -219,6 +247,9 @@ class Eagle3Drafter(Drafter):
 
     def _limit(self, row: RowState, wanted: int) -> int:
         """Drafts for a row: the last one but one is fed to the head and needs a slot."""
+        waiting = self._waiting[row.epoch]
+        if waiting.start >= waiting.stop:
+            return 0
         return min(self._most_drafts(row.num_tokens, wanted), row.num_blocks * self._block_size - row.num_tokens + 2)
 
     def _write(self, writing: Sequence[Waiting]) -> torch.Tensor:
@@ -231,9 +262,11 @@ class Eagle3Drafter(Drafter):
             )
             for waiting in writing
         ]  # fmt: skip
-        batch = gather_batch(frames, table, self._head.kv_cache.key.device, ahead=1)
+        batch = self._without_gaps(gather_batch(frames, table, self._head.kv_cache.key.device, ahead=1), writing)
         states = torch.cat([part for waiting in writing for part in waiting.states])
         for waiting in writing:
+            size = self._block_size
+            self._whole.update(waiting.row.block_ids[waiting.start // size : waiting.stop // size].tolist())
             waiting.start = waiting.stop
             waiting.states.clear()
         out = self._head.forward(self._head.features(states), batch)
@@ -248,7 +281,7 @@ class Eagle3Drafter(Drafter):
         columns = np.arange(num_blocks.max())
         blocks = np.where(columns < num_blocks[:, None], table.block_table[index, : len(columns)], np.int32(0))
         slots = table.block_table[index, positions // size].astype(np.int64) * size + positions % size
-        return Batch(
+        batch = Batch(
             token_ids=torch.tensor([token_id for _, token_id in pairs], dtype=torch.int64, device=device),
             positions=torch.from_numpy(positions).to(device),
             slot_mapping=torch.from_numpy(slots).to(device),
@@ -256,6 +289,20 @@ class Eagle3Drafter(Drafter):
             seq_lens=torch.from_numpy((positions + 1).astype(np.int32)).to(device),
             block_table=torch.from_numpy(blocks).to(device),
             logits_indices=torch.arange(len(pairs), device=device),
+        )
+        return self._without_gaps(batch, [self._waiting[row.epoch] for row, _ in pairs])
+
+    def _without_gaps(self, batch: Batch, of: Sequence[Waiting]) -> Batch:
+        """The batch of these rows, attending from their first blocks on."""
+        if not any(waiting.first_block for waiting in of):
+            return batch
+        first = torch.tensor([waiting.first_block for waiting in of], dtype=torch.int32, device=batch.seq_lens.device)
+        width = batch.block_table.shape[1]
+        columns = (first[:, None] + torch.arange(width, device=first.device)).clamp(max=width - 1)
+        return replace(
+            batch,
+            seq_lens=batch.seq_lens - first * self._block_size,
+            block_table=batch.block_table.gather(1, columns),
         )
 
 

@@ -32,6 +32,11 @@ class DraftPolicy(Protocol):
         ...
 
     @property
+    def model_sleeps(self) -> bool:
+        """Whether the model is neither asked nor shown states in the next step."""
+        ...
+
+    @property
     def judge(self) -> Judge | None:
         """Cuts short what the model drafts for the rows it was chosen for; None: nobody does."""
         ...
@@ -54,6 +59,7 @@ class PreferLookup:
         """Nothing is learned."""
 
     judge: Judge | None = None
+    model_sleeps = False
 
     def choose(
         self, rows: Sequence[RowState], available: Sequence[tuple[int, int]], match_lengths: Sequence[int]
@@ -110,7 +116,7 @@ class MixedDrafter(Drafter):
             drafts = self._lookup.propose(rows, num_propose)
             lengths = self._lookup.match_lengths
         left = [0] * len(rows)
-        if self._model is not None:
+        if self._model is not None and not self._policy.model_sleeps:
             left = [min(wanted, self._model.max_drafts) for wanted in num_propose]
         available = list(zip(map(len, drafts), left, strict=True))
         chosen = self._policy.choose(rows, available, lengths or [0] * len(rows))
@@ -119,6 +125,8 @@ class MixedDrafter(Drafter):
             drafts[index] = drafts[index][:wanted] if source == LOOKUP else []
         for index, proposed in zip(asked, self._ask(rows, asked, [chosen[i][1] for i in asked]), strict=True):
             drafts[index] = proposed
+        if self._model is not None:
+            self.state_layers = () if self._policy.model_sleeps else self._model.state_layers
         return drafts
 
     def _ask(self, rows: Sequence[RowState], asked: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
