@@ -38,6 +38,8 @@ from worker.actor import HEALTH_GROUP, LOAD_GROUP, STEP_GROUP, WorkerActor, Work
 
 PLACEMENT_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
+# Ray gives an actor some thirty threads; each with an arena of its own, a process that lives for weeks keeps growing.
+FEW_ARENAS = {"env_vars": {"MALLOC_ARENA_MAX": "2"}}
 POLL_S = 0.2
 MAX_DEATHS, MAX_DEATHS_WITHIN_S = 5, 20.0  # of front ends, before it is given up
 REVIVAL_TIMEOUT_S = 60.0
@@ -246,6 +248,7 @@ class Deployment:
             name="scheduler",
             num_cpus=0,
             max_restarts=-1,
+            runtime_env=FEW_ARENAS,
             **self._here(),
         )
         ray.get(scheduler.start.remote())
@@ -271,7 +274,9 @@ class Deployment:
             traces_endpoint=self._traces_endpoint,
             ray_parts=self.ray.parts(),
         )
-        actor = self._create(FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=-1, **self._here())
+        actor = self._create(
+            FrontEndActor, spec, name=spec.name, num_cpus=0, max_restarts=-1, runtime_env=FEW_ARENAS, **self._here()
+        )
         self._front_ends.append(actor)
         return actor
 
