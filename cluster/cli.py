@@ -26,6 +26,7 @@ from cluster.stop_signals import StopSignals
 if TYPE_CHECKING:
     from cluster.bench_prompts import Prompt
     from cluster.client import Client
+    from worker.training_run import Score
 
 WAIT_S = 0.5
 log = logging.getLogger("cluster.cli")
@@ -384,39 +385,78 @@ def train_head(
     seed: Annotated[int, typer.Option(help="Of prompts, answers and training.")] = 0,
 ) -> None:
     """Train an EAGLE-3 draft head for a model on this machine; run it again to go on after an interruption."""
+    threads = _restarted(threads)
+    display = Display()
+    with StopSignals(), display:
+        directory = resolve_model(model, display)
+        from cluster.sampled_texts import TextRequest, default_state_layers  # these import torch
+        from cluster.train_head import HeadRequest
+        from cluster.train_head import train_head as run
+        from worker.architecture import read_config
+        from worker.draft_training import Training
+
+        layers = default_state_layers(read_config(directory).num_layers)
+        training = Training(
+            state_layers=layers, draft_vocab_size=draft_vocab_size, epochs=epochs, depth=depth,
+            learning_rate=learning_rate, seed=seed,
+        )  # fmt: skip
+        texts = TextRequest(
+            directory=directory, name=model, num_tokens=tokens, max_tokens=max_tokens, prompts=prompts,
+            state_layers=layers, seed=seed,
+        )  # fmt: skip
+        score = run(HeadRequest(texts=texts, output=output, training=training, threads=threads), display)
+    _print_score(output, score)
+
+
+@app.command("distill-draft")
+def distill_draft(
+    output: Annotated[Path, typer.Argument(help="Directory of the model; OUTPUT.run keeps what is needed to go on.")],
+    model: Model = DEFAULTS.model,
+    texts_of: Annotated[Path | None, typer.Option(help="A .run of train-head whose answers to take.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the model's own answers to learn from.")] = 250_000,
+    prompts: Annotated[Path | None, typer.Option(help="One prompt a line; default: thousands of our own.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
+    epochs: Annotated[float, typer.Option(help="Times each answer is seen.")] = 8.0,
+    layers: Annotated[int, typer.Option(help="Of the draft model.")] = 2,
+    hidden_size: Annotated[int, typer.Option(help="Of the draft model; a multiple of 64.")] = 192,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-3,
+    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, answers and training.")] = 0,
+) -> None:
+    """Distill a tiny draft model from a model on this machine; run it again to go on after an interruption."""
+    threads = _restarted(threads)
+    display = Display()
+    with StopSignals(), display:
+        directory = resolve_model(model, display)
+        from cluster.distill_draft import DraftRequest  # these import torch
+        from cluster.distill_draft import distill_draft as run
+        from cluster.sampled_texts import TextRequest, default_state_layers
+        from worker.architecture import read_config
+        from worker.draft_distillation import Distillation
+
+        training = Distillation(
+            num_layers=layers, hidden_size=hidden_size, epochs=epochs, learning_rate=learning_rate, seed=seed
+        )
+        texts = TextRequest(
+            directory=directory, name=model, num_tokens=tokens, max_tokens=max_tokens, prompts=prompts,
+            state_layers=default_state_layers(read_config(directory).num_layers), seed=seed,
+        )  # fmt: skip
+        request = DraftRequest(texts=texts, texts_of=texts_of, output=output, training=training, threads=threads)
+        score = run(request, display)
+    _print_score(output, score)
+
+
+def _restarted(threads: int | None) -> int:
+    """Threads to compute on, once this process has the environment for them."""
     from cluster.sizing import num_cpus
     from worker.process import environment, restart_with
 
     threads = threads or num_cpus()
     restart_with(environment(threads))
-    display = Display()
-    with StopSignals(), display:
-        directory = resolve_model(model, display)
-        from cluster.train_head import HeadRequest, default_state_layers  # these import torch
-        from cluster.train_head import train_head as run
-        from worker.architecture import read_config
-        from worker.draft_training import Training
+    return threads
 
-        training = Training(
-            state_layers=default_state_layers(read_config(directory).num_layers),
-            draft_vocab_size=draft_vocab_size,
-            epochs=epochs,
-            depth=depth,
-            learning_rate=learning_rate,
-            seed=seed,
-        )
-        request = HeadRequest(
-            directory=directory,
-            name=model,
-            output=output,
-            num_tokens=tokens,
-            max_tokens=max_tokens,
-            prompts=prompts,
-            training=training,
-            threads=threads,
-            seed=seed,
-        )
-        score = run(request, display)
+
+def _print_score(output: Path, score: "Score") -> None:
     shares = " / ".join(f"{share:.2f}" for share in score.accepted)
     _print(f"{output}: accepted {shares}, {score.acceptance_length:.2f} tokens at K = {len(score.accepted)}")
 

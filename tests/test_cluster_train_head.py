@@ -10,7 +10,8 @@ import torch
 from cluster.errors import ConfigError
 from cluster.head_prompts import read_prompts, varied_prompts
 from cluster.progress import Display
-from cluster.train_head import HeadRequest, default_state_layers, train_head
+from cluster.sampled_texts import TextRequest, default_state_layers
+from cluster.train_head import HeadRequest, train_head
 from tests import tiny_tokenizer
 from tests.tiny_model import save_tiny_model
 from worker.draft_training import Training
@@ -34,15 +35,12 @@ def request_in(directory: Path) -> HeadRequest:
     prompts.write_text("".join(f"hello {index}\n" for index in range(80)))
     layers = default_state_layers(config.num_layers)
     return HeadRequest(
-        directory=target,
-        name="tiny",
+        texts=TextRequest(
+            directory=target, name="tiny", num_tokens=600, max_tokens=12, prompts=prompts, state_layers=layers, seed=0
+        ),
         output=directory / "head",
-        num_tokens=600,
-        max_tokens=12,
-        prompts=prompts,
         training=Training(state_layers=layers, draft_vocab_size=200, epochs=1, batch_tokens=256),
         threads=1,
-        seed=0,
     )
 
 
@@ -52,9 +50,9 @@ def test_a_head_is_trained_measured_and_loads(tmp_path: Path) -> None:
     assert len(score.accepted) == 4
     assert "Mean acceptance length" in (request.output / "README.md").read_text()
     model = load_model(
-        request.directory, dtype=torch.float32, device="cpu", attention="cpu", num_blocks=8, block_size=16
+        request.texts.directory, dtype=torch.float32, device="cpu", attention="cpu", num_blocks=8, block_size=16
     )
-    head = load_head(request.output, model, request.directory)
+    head = load_head(request.output, model, request.texts.directory)
     assert head.config.state_layers == (0, 1)
     assert head.config.token_ids is not None
     assert len(head.config.token_ids) == 200
@@ -69,7 +67,7 @@ def test_a_finished_run_is_not_run_again_and_another_one_is_refused(tmp_path: Pa
     assert train_head(request, Display()).accepted == first.accepted
     assert shard.stat().st_mtime_ns == written
     with pytest.raises(ConfigError, match="another run"):
-        train_head(replace(request, max_tokens=13), Display())
+        train_head(replace(request, texts=replace(request.texts, max_tokens=13)), Display())
 
 
 def test_our_own_prompts_are_many_and_different() -> None:

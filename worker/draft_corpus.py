@@ -87,3 +87,11 @@ def read_lessons(directory: Path) -> list[Lesson]:
                 )
             )
     return lessons
+
+
+def frequent_tokens(lessons: Sequence[Lesson], vocab_size: int, count: int) -> torch.Tensor:
+    """The `count` tokens that stand most often in these texts, ascending; ties to the lowest."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for lesson in lessons:
+        counts += torch.bincount(lesson.token_ids, minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:count].sort().values

@@ -3,16 +3,12 @@
 At depth d the head reads its own outputs of depth d - 1 in place of hidden states, and attends to true pairs
 before the draft begins and to its own pairs since: what happens when it drafts (Li et al. 2025, arXiv
 2503.01840, section 3). The loss is the cross-entropy against the target's distribution over the draft
-vocabulary. Every batch follows from (seed, step), so an interrupted run goes on as if it had not been.
+vocabulary.
 """
 
 import json
-import math
-import os
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,30 +17,21 @@ from safetensors.torch import save_file
 from torch import nn
 
 from worker.architecture import ModelConfig
-from worker.draft_corpus import Lesson
+from worker.draft_corpus import Lesson, frequent_tokens
 from worker.rope import Rope, RopeConfig
+from worker.training_run import MAX_PAIRS, Schedule, Score, TrainingRun
 
-SAVE_EVERY_S = 60.0
-WARM_UP = 0.02  # of all steps
-LAST_RATE = 0.05  # of the learning rate
 DEPTH_DECAY = 0.8  # weight of each further depth in the loss
-MAX_PAIRS = 1024  # of one text; what is longer is cut
-POOL = 64  # texts whose lengths are sorted, so that a batch has little padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class Training(Schedule):
     """How a head is trained."""
 
     state_layers: tuple[int, ...]
     draft_vocab_size: int = 8192
-    epochs: float = 8.0
     depth: int = 3  # of the training-time test
     shallow_share: float = 0.65  # of the steps, the first ones: depth 1, at less than half the cost
-    batch_tokens: int = 1024  # predicted tokens of one step
-    learning_rate: float = 2e-3
-    seed: int = 0
-    autocast: bool = True  # matrix products in bfloat16
 
 
 class HeadNetwork(nn.Module):
@@ -146,21 +133,10 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Score:
-    """How often drafts of held-out text are right."""
+class HeadTrainer(TrainingRun):
+    """The training of a head."""
 
-    accepted: tuple[float, ...]  # [depth] share of pairs whose drafts up to this depth are all right
-    coverage: float  # share of the tokens that are in the draft vocabulary
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens of one verification, the target's own included."""
-        return 1.0 + sum(self.accepted)
-
-
-class HeadTrainer:
-    """One run: its network, its optimizer and where it stands."""
+    network: HeadNetwork
 
     def __init__(
         self,
@@ -174,69 +150,24 @@ class HeadTrainer:
 
         directory: of the run. What an earlier run of the same settings left there is taken up.
         """
+        super().__init__(lessons, training, directory / "training.pt")
         self._config, self._training = config, training
-        self._lessons = [lesson for lesson in lessons if not lesson.is_held_out]
-        self._held_out = [lesson for lesson in lessons if lesson.is_held_out]
-        if not self._lessons or not self._held_out:
-            numbers = f"{len(self._lessons)} texts to learn from and {len(self._held_out)} to test with"
-            raise ValueError(f"{numbers}: too few")
-        self._path = directory / "training.pt"
         self._embedding = shared["embed_tokens.weight"].float()
-        self.token_ids = _frequent(self._lessons, config.vocab_size, training.draft_vocab_size)
+        self.token_ids = frequent_tokens(self._lessons, config.vocab_size, training.draft_vocab_size)
         self._draft_of = torch.full((config.vocab_size,), -1)
         self._draft_of[self.token_ids] = torch.arange(len(self.token_ids))
         self._rows = shared["lm_head.weight"][self.token_ids].float()
-        torch.manual_seed(training.seed)
         self.network = HeadNetwork(config, len(training.state_layers), _scale(self._lessons))
         with torch.no_grad():
             self.network.norm.weight.copy_(shared["norm.weight"])
-        self._optimizer = torch.optim.AdamW(self.network.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
-        self._epoch_batches: dict[int, list[list[int]]] = {}
-        self.num_steps = max(round(training.epochs * len(self._batches(0))), 1)
-        self.step = 0
-        self.losses: list[tuple[int, float]] = []  # (step, loss of its first depth)
-        self._resume()
+        self._begin(self.network)
 
-    # ---- the run ----
-
-    def run(self, progress: Callable[[int], None], *, stop_after: int | None = None) -> None:
-        """Train to the end, or up to a step. Interrupted, it saves where it stands."""
-        last = self.num_steps if stop_after is None else min(stop_after, self.num_steps)
-        saved_s = time.monotonic()
-        try:
-            while self.step < last:
-                self._train_step()
-                progress(self.step)
-                if time.monotonic() - saved_s > SAVE_EVERY_S:
-                    self.save()
-                    saved_s = time.monotonic()
-        finally:
-            self.save()
-
-    def _train_step(self) -> None:
+    def _loss(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, float]:
+        """Of all depths together; the first one's is shown."""
         training = self._training
-        per_epoch = len(self._batches(0))
-        epoch, index = divmod(self.step, per_epoch)
-        lessons = [self._lessons[i] for i in self._batches(epoch)[index]]
         depth = 1 if self.step < training.shallow_share * self.num_steps else training.depth
-        for group in self._optimizer.param_groups:
-            group["lr"] = training.learning_rate * self._rate()
-        self._optimizer.zero_grad(set_to_none=True)
         losses = self._losses(lessons, depth)
-        sum(loss * DEPTH_DECAY**d for d, loss in enumerate(losses)).backward()  # type: ignore[union-attr]
-        nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
-        self._optimizer.step()
-        self.step += 1
-        if self.step % 10 == 0:
-            self.losses.append((self.step, float(losses[0].detach())))
-
-    def _rate(self) -> float:
-        """Linear up, then a cosine down to LAST_RATE."""
-        warm = max(WARM_UP * self.num_steps, 1.0)
-        if self.step < warm:
-            return (self.step + 1) / warm
-        done = (self.step - warm) / max(self.num_steps - warm, 1.0)
-        return LAST_RATE + (1.0 - LAST_RATE) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+        return torch.stack([loss * DEPTH_DECAY**d for d, loss in enumerate(losses)]).sum(), float(losses[0].detach())
 
     def _losses(self, lessons: Sequence[Lesson], depth: int) -> list[torch.Tensor]:
         """The mean cross-entropy of each depth."""
@@ -252,57 +183,6 @@ class HeadTrainer:
                 logits = self.network.norm(output[counts]) @ self._rows.T
                 losses.append(F.cross_entropy(logits.float(), wanted))
         return losses
-
-    def _batches(self, epoch: int) -> list[list[int]]:
-        """Texts of each step of an epoch: shuffled, sorted by length in pools, cut, shuffled again."""
-        if epoch in self._epoch_batches:
-            return self._epoch_batches[epoch]
-        rng = random.Random(f"{self._training.seed} {epoch}")
-        order = list(range(len(self._lessons)))
-        rng.shuffle(order)
-        batches: list[list[int]] = []
-        for first in range(0, len(order), POOL):
-            pool = sorted(order[first : first + POOL], key=lambda i: (len(self._lessons[i]), i))
-            batch, size = list[int](), 0
-            for index in pool:
-                batch.append(index)
-                size += num_counted(self._lessons[index])
-                if size >= self._training.batch_tokens:
-                    batches.append(batch)
-                    batch, size = [], 0
-            if batch:
-                batches.append(batch)
-        rng.shuffle(batches)
-        if epoch:  # every epoch has as many steps as the first: a step's number says its epoch
-            count = len(self._batches(0))
-            batches = [batches[i % len(batches)] for i in range(count)]
-        self._epoch_batches = {0: self._epoch_batches.get(0, batches), epoch: batches}
-        return batches
-
-    # ---- where it stands ----
-
-    def save(self) -> None:
-        """Keep everything that the next step depends on."""
-        state = {
-            "training": json.dumps(asdict(self._training)),
-            "step": self.step,
-            "losses": self.losses,
-            "network": self.network.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-        }
-        part = self._path.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self._path)
-
-    def _resume(self) -> None:
-        if not self._path.is_file():
-            return
-        state = torch.load(self._path, weights_only=True)
-        if state["training"] != json.dumps(asdict(self._training)):
-            raise ValueError(f"{self._path} is of a run with other settings: {state['training']}")
-        self.network.load_state_dict(state["network"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.step, self.losses = state["step"], [tuple(point) for point in state["losses"]]
 
     # ---- what came of it ----
 
@@ -396,19 +276,6 @@ class _Padded:
         starts = torch.tensor([[lesson.num_prompt_tokens - 2] for lesson in lessons])
         stops = torch.tensor([[min(len(lesson) - 1, length)] for lesson in lessons])
         self.counts = (pairs >= starts) & (pairs < stops)  # [B, L] pairs that predict tokens of the answer
-
-
-def num_counted(lesson: Lesson) -> int:
-    """Pairs of a text that predict tokens of its answer."""
-    return min(len(lesson) - 1, MAX_PAIRS) - max(lesson.num_prompt_tokens - 2, 0)
-
-
-def _frequent(lessons: Sequence[Lesson], vocab_size: int, count: int) -> torch.Tensor:
-    """The `count` tokens that stand most often in these texts, ascending; ties to the lowest."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for lesson in lessons:
-        counts += torch.bincount(lesson.token_ids, minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def _scale(lessons: Sequence[Lesson]) -> torch.Tensor:

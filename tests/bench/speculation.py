@@ -12,6 +12,7 @@ import json
 import shlex
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 LOOKUP = "ngram"
 KS = {LOOKUP: (1, 2, 3, 4, 8), "eagle3": (1, 2, 3, 4), "draft_model": (1, 2, 3, 4)}
 MIXED_KS = (1, 2, 3, 4, 8)
+WAVES = 2  # requests for each place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,9 +64,8 @@ class Bench:
 
     def __init__(self, sizes: Sizes, specs: Sequence[DraftSpec]) -> None:
         """specs: of the drafters with weights, the one that auto uses first."""
-        [spec] = sizes.workers
-        bare, _ = build(replace(spec, drafts=DraftSpec(max_drafts=0)))
-        self.model, self._sizes, self._max_num_seqs = bare.model, sizes, spec.max_num_seqs
+        bare = bare_runner(sizes)
+        self.model, self._sizes, self._max_num_seqs = bare.model, sizes, bare.max_num_seqs
         self.tokenizer: Tokenizer = load_tokenizer(sizes.directory)
         self._sources = {LOOKUP: Source(spec=DraftSpec(), weights=None, with_lookup=True)}
         for draft in specs:
@@ -82,23 +83,32 @@ class Bench:
         return [Setting(NONE), *fixed, Setting(AUTO)]
 
     def run(self, setting: Setting, load: Load, seed: int, max_tokens: int) -> Measured:
-        """Answer the load's prompts of this seed, all at once."""
+        """Answer prompts of this seed, so many at once as long as there are any; then the rest, unmeasured.
+
+        Requests whose drafts do well end earlier: the last ones, alone, would say more of a batch's end than of speed.
+        """
         runner = self._runner(setting)
         watch = Watch(load.concurrency)
         config = replace(self._sizes.scheduler, max_drafts=runner.max_drafts)
         engine = Engine([runner], config, schedule=watch)
         watch.scheduler = engine.scheduler
-        prompts = [self._encoded(prompt.text) for prompt in prompts_of(load.workload, load.concurrency, seed)]
+        asked = prompts_of(load.workload, WAVES * load.concurrency, seed)
+        waiting = deque(self._encoded(prompt.text) for prompt in asked)
         sampling = SamplingParams(temperature=0.0, eos_token_ids=self.model.config.eos_token_ids)
         started_s = time.perf_counter()
-        ids = [engine.submit(prompt, sampling, max_tokens) for prompt in prompts]
-        outputs = engine.run()
+        while waiting or num_running(engine) == load.concurrency:
+            while waiting and num_running(engine) < load.concurrency:
+                engine.submit(waiting.popleft(), sampling, max_tokens)
+            engine.step()
         elapsed_s = time.perf_counter() - started_s
+        num_tokens = sum(len(output.token_ids) for output in engine.outputs.values())
+        outputs = engine.run()
         stats = engine.scheduler.stats()
         watch.costs.reserved, watch.costs.rolled_back = stats.tokens_reserved, stats.tokens_rolled_back
         watch.costs.stale = stats.stale_tokens_dropped
         return Measured(
-            streams=[outputs[request_id].token_ids for request_id in ids],
+            streams=[output.token_ids for output in outputs.values()],
+            num_tokens=num_tokens,
             elapsed_s=elapsed_s,
             acceptance_length=stats.mean_acceptance_length,
             decode=watch.decode,
@@ -123,6 +133,18 @@ class Bench:
         if source.with_lookup or source.weights is None:
             return mixed_drafter(spec, self.model, source.weights, max_num_seqs=self._max_num_seqs, sanitize=False)
         return model_drafter(spec, self.model, source.weights, max_num_seqs=self._max_num_seqs, sanitize=False)
+
+
+def num_running(engine: Engine) -> int:
+    """Requests that have not ended."""
+    return sum(output.finish is None for output in engine.outputs.values())
+
+
+def bare_runner(sizes: Sizes) -> Runner:
+    """The model, without anything that drafts."""
+    [spec] = sizes.workers
+    runner, _ = build(replace(spec, drafts=DraftSpec(max_drafts=0)))
+    return runner
 
 
 class Watch:
