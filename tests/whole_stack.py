@@ -19,6 +19,7 @@ from cluster.client import Client
 from cluster.frontend import FrontEnd, SchedulerUnavailable
 from cluster.server import Server, ServerConfig
 from cluster.serving import Serving
+from cluster.text import Tokenizer
 from scheduler.actor import Liveness, Message, SchedulerActor, StepRaised, WorkerUnreachable
 from scheduler.cache_feed import CacheNews
 from scheduler.events import SchedulerConfig, WorkerUp
@@ -211,6 +212,7 @@ async def whole_stack(
     max_waiting: int = 4096,
     listen: ServerConfig | None = None,
     token: str | None = None,
+    tokenizer: Tokenizer = TINY,
 ) -> AsyncIterator[Stack]:
     """One worker, one scheduler, one front end. The drafter knows only what it is taught.
 
@@ -233,9 +235,9 @@ async def whole_stack(
         sanitizer=KVSanitizer(num_blocks, BLOCK_SIZE),
     )
     worker, link = InProcessWorker(runner), InProcessLink()
-    front_end = FrontEnd(link, tokenizer=TINY)
+    front_end = FrontEnd(link, tokenizer=tokenizer)
     model = tiny_model(max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
-    server = Server(Serving(front_end=front_end, model=model, tokenizer=TINY), listen)
+    server = Server(Serving(front_end=front_end, model=model, tokenizer=tokenizer), listen)
     await server.start()
     async with grpc.aio.insecure_channel(server.address) as channel, Client(server.address, token=token) as client:
         stack = Stack(config, worker, drafter, link, front_end, server, client, channel)
