@@ -3,19 +3,21 @@
 import functools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from cluster.engine import Engine
 from scheduler.events import CacheReset, PreemptRequested, SchedulerConfig
 from scheduler.request import FinishReason, SamplingParams
+from scheduler.step import Arrival
 from tests.oracle import single_row_batch, undisturbed
 from tests.worlds import with_pool
 from worker import draft_model
 from worker.draft_model import DraftModelDrafter
 from worker.drafter import Drafter
 from worker.model import Model, ModelConfig, random_model
-from worker.rows import RowState
+from worker.rows import RowState, RowTable
 from worker.runner import Runner
 from worker.sanitizer import KVSanitizer
 
@@ -123,6 +125,19 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return torch.randint(0, TARGET.vocab_size, (length,), generator=generator).tolist()
 
 
+def rows_of(prompts: Sequence[Sequence[int]]) -> list[RowState]:
+    """Greedy requests resident on a worker, epochs and rows from 0."""
+    table = RowTable(len(prompts), BLOCK)
+    arrivals = [
+        Arrival(
+            row=index, request_id=f"r{index}", epoch=index, prompt_token_ids=np.array(prompt, np.int32),
+            output_token_ids=np.empty(0, np.int32), num_computed_tokens=0, sampling=GREEDY, end=100, namespace=0,
+        )
+        for index, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    return [RowState.of(arrival, table, TARGET.vocab_size) for arrival in arrivals]
+
+
 def sampling_of(index: int) -> SamplingParams:
     return SamplingParams(temperature=0.8, seed=index) if index % 2 else GREEDY
 
@@ -189,6 +204,21 @@ def test_rows_that_do_not_draft_lose_their_kv_to_those_that_do() -> None:
     assert len(rows) == 1  # there is room for one of them
     engine.run()
     assert watched.num_compared > 50
+
+
+def test_the_row_that_has_not_drafted_for_longest_is_evicted_first_and_drafts_again_later() -> None:
+    drafter = watched_engine(num_draft_blocks=12)[1].drafter  # 4 blocks for each of three rows
+    rows = rows_of([prompt_of(index, 28) for index in range(4)])
+    first = drafter.propose(rows[:3], [3, 3, 3])
+    drafter.propose([rows[0], rows[2]], [3, 3])
+    drafter.propose([rows[2]], [3])
+    assert (drafter.num_free_blocks, drafter.num_evictions) == (0, 0)
+    [drafts] = drafter.propose([rows[3]], [3])
+    assert len(drafts) == 3
+    assert list(drafter._seats) == [0, 2, 3]
+    assert drafter.propose([rows[1]], [3]) == [first[1]]
+    assert list(drafter._seats) == [2, 3, 1]
+    assert drafter.num_evictions == 2
 
 
 def test_a_long_prompt_is_caught_up_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from cluster.config import ServeConfig, SpeculativeConfig
 from cluster.engine import Engine
 from cluster.errors import ConfigError
 from cluster.sizing import size
+from scheduler.events import SchedulerConfig
 from scheduler.request import SamplingParams
 from tests import tiny_tokenizer
 from tests.heads import Sketch, save_head
@@ -22,10 +23,12 @@ from worker.actor import build
 from worker.architecture import read_config
 from worker.draft_model import DraftModelDrafter
 from worker.drafter import NgramDrafter
-from worker.drafting import DraftSpec, build_drafter, check_same_tokenizer
+from worker.drafting import DraftSpec, build_drafter, check_same_tokenizer, load_draft_weights, model_drafter
 from worker.eagle3 import Eagle3Drafter
 from worker.mixture import MixedDrafter
 from worker.model import load_model
+from worker.runner import Runner
+from worker.sanitizer import KVSanitizer
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +101,25 @@ def test_a_spec_gives_its_drafter(tmp_path: Path) -> None:
     assert isinstance(with_model._model, DraftModelDrafter)
     with pytest.raises(ValueError, match="there is no directory"):
         built(DraftSpec(method="eagle3", directory=str(tmp_path / "nowhere")))
+
+
+def test_a_draft_model_drafts_up_to_its_own_context_and_the_output_goes_on(tmp_path: Path) -> None:
+    target, small = target_in(tmp_path), tmp_path / "small"
+    save_tiny_model(small)  # the target itself, but for its context: always right
+    settings = json.loads((small / "config.json").read_text()) | {"max_position_embeddings": 40}
+    (small / "config.json").write_text(json.dumps(settings))
+    model = load_model(target, dtype=torch.float32, device="cpu", attention="cpu", num_blocks=16, block_size=16)
+    spec = DraftSpec(method="draft_model", directory=str(small), num_blocks=8, max_drafts=3)
+    weights = load_draft_weights(spec, model, target)
+    assert weights is not None
+    drafter = model_drafter(spec, model, weights, max_num_seqs=1, sanitize=True)
+    runner = Runner(worker_id="a", model=model, drafter=drafter, max_num_seqs=1, sanitizer=KVSanitizer(16, 16))
+    engine = Engine([runner], SchedulerConfig(block_size=16, max_model_len=MAX_LEN, max_drafts=3))
+    engine.submit([5, 9, 2, 77, 1], SamplingParams(temperature=0.0), 100)
+    [output] = engine.run().values()
+    assert len(output.token_ids) == 100
+    stats = engine.scheduler.stats()
+    assert 20 < stats.num_accepted_tokens == stats.num_draft_tokens <= 40 - 5
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:

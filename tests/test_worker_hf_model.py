@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.bloom import BloomConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gpt2 import GPT2Config
 from transformers.models.gpt_neox import GPTNeoXConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.phi3 import Phi3Config
@@ -117,10 +119,22 @@ def test_a_directory_is_loaded_by_the_code_that_serves_its_architecture(tmp_path
         load_any_model(tmp_path / "phi3", device="cuda", **settings)
 
 
-def test_what_cannot_work_is_refused_by_name() -> None:
-    gemma2 = Gemma2Config(**GROUPED, head_dim=32)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM: attn_logit_softcapping"):
-        HfModel(made(gemma2), num_blocks=4, block_size=16)
-    mixtral = MixtralConfig(**GROUPED, num_local_experts=2)
-    with pytest.raises(ValueError, match="MixtralForCausalLM chooses experts"):
-        HfModel(made(mixtral), num_blocks=4, block_size=16)
+REFUSED: dict[str, PreTrainedConfig] = {
+    "BloomForCausalLM does not use transformers' attention interface": BloomConfig(
+        vocab_size=120, hidden_size=64, n_layer=1, n_head=2
+    ),
+    "GPT2LMHeadModel has cross-attention": GPT2Config(
+        vocab_size=120, n_embd=64, n_layer=1, n_head=2, n_positions=64, add_cross_attention=True
+    ),
+    "Gemma2ForCausalLM: attn_logit_softcapping": Gemma2Config(**GROUPED, head_dim=32),
+    "MixtralForCausalLM chooses experts": MixtralConfig(**GROUPED, num_local_experts=2),
+    "GPTNeoXForCausalLM: rope type dynamic": GPTNeoXConfig(
+        **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_work_is_refused_by_name(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HfModel(made(REFUSED[message]), num_blocks=4, block_size=16)
