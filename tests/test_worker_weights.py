@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.llama import LlamaConfig
+from transformers.models.phi3 import Phi3Config
 
 from worker.architecture import ModelConfig
+from worker.hf_model import load_any_model
 from worker.weights import INDEX_FILE, SINGLE_FILE, expected_shapes, random_weights, read_weights, weights_hash
 
 CONFIG = ModelConfig(
@@ -18,6 +23,10 @@ UNTIED = ModelConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
     tie_word_embeddings=False,
 )  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -117,3 +126,16 @@ def test_the_hash_tells_every_bit_and_the_type(weights: dict[str, torch.Tensor])
         weights_hash(weights | {name: weights[name].bfloat16()}),
     }
     assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SHAPE), Phi3Config(**SHAPE, pad_token_id=0)])
+def test_weights_in_another_file_than_safetensors_are_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    settings: dict[str, Any] = {"dtype": torch.float32, "attention": "cpu", "num_blocks": 8, "block_size": 16}
+    with pytest.raises(ValueError, match="safetensors"):
+        load_any_model(tmp_path, device="cpu", **settings)
+    model.save_pretrained(tmp_path)
+    load_any_model(tmp_path, device="cpu", **settings)

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from worker.architecture import ARCHITECTURES, ModelConfig
+from worker.architecture import ARCHITECTURES, ModelConfig, read_config
 from worker.attention import AttentionBackend, CpuAttention, KVCache
 from worker.batch import Batch
 from worker.linear import Linear, padded_rows
 from worker.model import Model, load_model
 from worker.products import dense
 from worker.rope import Rope
-from worker.weights import weights_hash
+from worker.weights import read_weights, weights_hash
 
 NAME = "slipstream"  # in transformers' attention interface
 # Settings that change a model's logits behind its last linear layer: what they ask for is not done here.
@@ -146,6 +146,37 @@ def load_any_model(
     )
 
 
+def read_any_config(directory: Path) -> ModelConfig:
+    """The numbers of whatever `load_any_model` loads. ValueError names the file."""
+    if _is_lean(directory):
+        return read_config(directory)
+    from transformers import AutoConfig
+
+    try:
+        settings: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return config_of(settings.get_text_config(), settings.architectures[0])
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{directory}: {str(error).splitlines()[0]}") from error
+
+
+def read_shared(directory: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """What a drafter may have in common with its target: `embed_tokens.weight`, `lm_head.weight`, [vocab_size,
+    hidden_size] each, and of a lean one `norm.weight`.
+    """
+    if _is_lean(directory):
+        weights = read_weights(directory, config)
+        embedding = weights["model.embed_tokens.weight"]
+        return {
+            "embed_tokens.weight": embedding,
+            "lm_head.weight": weights.get("lm_head.weight", embedding),
+            "norm.weight": weights["model.norm.weight"],
+        }
+    model = _read_model(directory, "auto")
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, rows = (end.weight.detach() for end in ends)
+    return {"embed_tokens.weight": embedding, "lm_head.weight": rows}
+
+
 def _is_lean(directory: Path) -> bool:
     """True also for what cannot be read: `load_model` says best what is wrong."""
     try:
@@ -159,13 +190,19 @@ def load_hf_model(
     directory: Path, *, dtype: torch.dtype, num_blocks: int, block_size: int, max_model_len: int | None = None
 ) -> HfModel:
     """Any causal language model of a Hugging Face directory, without running code that comes with it."""
+    model = _read_model(directory, dtype)
+    return HfModel(model.eval(), num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
+
+
+def _read_model(directory: Path, dtype: torch.dtype | str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"{directory}: {str(error).splitlines()[0]}") from error
-    return HfModel(model.eval(), num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len)
 
 
 def config_of(settings: Any, architecture: str) -> ModelConfig:
