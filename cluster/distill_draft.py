@@ -11,10 +11,10 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.progress import Display
-from cluster.sampled_texts import TEMPERATURES, TextRequest, run_directory, sample_texts, shared_weights
-from worker.architecture import read_config
+from cluster.sampled_texts import TEMPERATURES, TextRequest, run_directory, sample_texts
 from worker.draft_corpus import read_lessons
 from worker.draft_distillation import Distillation, DraftTrainer
+from worker.hf_model import read_any_config, read_shared
 from worker.training_run import Score
 
 SCORED_DRAFTS = 4
@@ -37,11 +37,11 @@ def distill_draft(request: DraftRequest, display: Display) -> Score:
     texts_run = request.texts_of or run
     run.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(request.threads)
-    config = read_config(texts.directory)
+    config = read_any_config(texts.directory)
     try:
         sample_texts(texts, texts_run, display)
         with display.phase("Reading hidden states"):
-            shared = shared_weights(texts.directory, config)
+            shared = read_shared(texts.directory, config)
             trainer = DraftTrainer(config, shared, read_lessons(texts_run), request.training, run)
         with display.bar(f"Training, {trainer.num_steps} steps", trainer.num_steps) as advance:
             trainer.run(advance)

@@ -19,11 +19,10 @@ from cluster.progress import Display
 from cluster.text import ChatMessage, Tokenizer, load_tokenizer
 from scheduler.events import SchedulerConfig
 from scheduler.request import SamplingParams
-from worker.architecture import ModelConfig, read_config
 from worker.draft_corpus import Text, shard_path, write_shard
-from worker.model import Model, load_model
+from worker.hf_model import load_any_model, read_any_config
+from worker.model import Model
 from worker.runner import Runner
-from worker.weights import read_weights
 
 BLOCK_SIZE = 16
 SHARD_PROMPTS = 64
@@ -63,17 +62,6 @@ def sample_texts(request: TextRequest, run: Path, display: Display) -> None:
     prompts = varied_prompts(request.seed) if request.prompts is None else read_prompts(request.prompts)
     _check_same_run(run, request, prompts)
     _sample(request, run, prompts, display)
-
-
-def shared_weights(directory: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """What a drafter has in common with its target: embeddings, output rows and the final norm."""
-    weights = read_weights(directory, config)
-    embedding = weights["model.embed_tokens.weight"]
-    return {
-        "embed_tokens.weight": embedding,
-        "lm_head.weight": weights.get("lm_head.weight", embedding),
-        "norm.weight": weights["model.norm.weight"],
-    }
 
 
 def _check_same_run(run: Path, request: TextRequest, prompts: Sequence[str]) -> None:
@@ -128,9 +116,9 @@ class _Sampler:
     def __init__(self, request: TextRequest) -> None:
         self._request = request
         self._tokenizer = load_tokenizer(request.directory)
-        config = read_config(request.directory)
+        config = read_any_config(request.directory)
         self._max_len = min(MAX_LEN, config.max_position_embeddings)
-        self.model: Model = load_model(
+        self.model: Model = load_any_model(
             request.directory,
             dtype=torch.bfloat16,
             device="cpu",

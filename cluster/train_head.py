@@ -11,10 +11,10 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.progress import Display
-from cluster.sampled_texts import TEMPERATURES, TextRequest, run_directory, sample_texts, shared_weights
-from worker.architecture import read_config
+from cluster.sampled_texts import TEMPERATURES, TextRequest, run_directory, sample_texts
 from worker.draft_corpus import read_lessons
 from worker.draft_training import HeadTrainer, Training
+from worker.hf_model import read_any_config, read_shared
 from worker.training_run import Score
 
 
@@ -32,11 +32,11 @@ def train_head(request: HeadRequest, display: Display) -> Score:
     """Run every stage that is not done yet. ConfigError for what the user can change."""
     texts, run = request.texts, run_directory(request.output)
     torch.set_num_threads(request.threads)
-    config = read_config(texts.directory)
+    config = read_any_config(texts.directory)
     try:
         sample_texts(texts, run, display)
         with display.phase("Reading hidden states"):
-            shared = shared_weights(texts.directory, config)
+            shared = read_shared(texts.directory, config)
             trainer = HeadTrainer(config, shared, read_lessons(run), request.training, run)
         with display.bar(f"Training, {trainer.num_steps} steps", trainer.num_steps) as advance:
             trainer.run(advance)

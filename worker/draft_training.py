@@ -146,7 +146,7 @@ class HeadTrainer(TrainingRun):
         training: Training,
         directory: Path,
     ) -> None:
-        """shared: the target's `embed_tokens.weight`, `lm_head.weight` and `norm.weight`.
+        """shared: the target's `embed_tokens.weight` and `lm_head.weight`, and `norm.weight` if it has such a norm.
 
         directory: of the run. What an earlier run of the same settings left there is taken up.
         """
@@ -158,8 +158,9 @@ class HeadTrainer(TrainingRun):
         self._draft_of[self.token_ids] = torch.arange(len(self.token_ids))
         self._rows = shared["lm_head.weight"][self.token_ids].float()
         self.network = HeadNetwork(config, len(training.state_layers), _scale(self._lessons))
-        with torch.no_grad():
-            self.network.norm.weight.copy_(shared["norm.weight"])
+        if "norm.weight" in shared:
+            with torch.no_grad():
+                self.network.norm.weight.copy_(shared["norm.weight"])
         self._begin(self.network)
 
     def _loss(self, lessons: Sequence[Lesson]) -> tuple[torch.Tensor, float]:

@@ -63,10 +63,10 @@ def load_draft_weights(spec: DraftSpec, target: "Model", target_directory: Path)
         from worker.eagle3 import load_head
 
         return load_head(directory, target, target_directory)
-    from worker.model import load_model
+    from worker.hf_model import load_any_model
 
     check_same_tokenizer(directory, target_directory)
-    return load_model(
+    return load_any_model(
         directory,
         dtype=target.dtype,
         device=str(target.device),
@@ -133,9 +133,9 @@ def model_drafter(
 
 def _context(directory: Path, target: "Model") -> int:
     """The draft model's context, or the target's if that is shorter."""
-    from worker.architecture import read_config
+    from worker.hf_model import read_any_config
 
-    return min(read_config(directory).max_position_embeddings, target.max_model_len)
+    return min(read_any_config(directory).max_position_embeddings, target.max_model_len)
 
 
 def check_same_tokenizer(directory: Path, target_directory: Path) -> None:

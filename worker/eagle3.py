@@ -21,13 +21,13 @@ from worker.batch import Batch
 from worker.drafter import Drafter, VerifiedStep, draft_tokens
 from worker.eagle3_checkpoint import HeadConfig, read_head
 from worker.frames import Frame, gather_batch
+from worker.hf_model import read_shared
 from worker.linear import padded_rows
 from worker.model import Model, attention_backend, fused
 from worker.operators import RMSNorm, rotate, silu_mul
 from worker.products import dense
 from worker.rope import Rope
 from worker.rows import RowState
-from worker.weights import read_weights
 
 
 class Eagle3Head:
@@ -308,8 +308,6 @@ class Eagle3Drafter(Drafter):
 
 def load_head(directory: Path, target: Model, target_directory: Path) -> Eagle3Head:
     """A head for a loaded target. ValueError names the file, tensor or setting that is wrong."""
-    weights = read_weights(target_directory, target.config)
-    rows = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    shared = {"embed_tokens.weight": target.embedding, "lm_head.weight": rows}
+    shared = read_shared(target_directory, target.config) | {"embed_tokens.weight": target.embedding}
     config, weights = read_head(directory, target.config, shared)
     return Eagle3Head(config, weights, target)
