@@ -16,6 +16,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
+from cluster.processes import executable
+
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 RAY_UP_FILES = ("aws.yaml", "gcp.yaml", "onprem.yaml")
@@ -339,6 +341,11 @@ def _instructions() -> list[tuple[str, str]]:
     text = re.sub(r"(?m)^#.*\n", "", (DEPLOY / "Dockerfile").read_text()).replace("\\\n", " ")
     pairs = [line.partition(" ")[::2] for line in text.splitlines() if line.strip()]
     return [(name, " ".join(rest.split())) for name, rest in pairs]
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    command = [str(executable("hadolint")), str(DEPLOY / "Dockerfile")]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == ""
 
 
 def test_the_dockerfile_keeps_the_usual_rules() -> None:
