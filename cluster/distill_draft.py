@@ -62,8 +62,9 @@ def _card(request: DraftRequest, trainer: DraftTrainer, score: Score) -> str:
     return f"""# A draft model for {texts.name}
 
 Made by `slipstream distill-draft` from the target's own answers: at least {texts.num_tokens} tokens at temperatures
-{", ".join(map(str, TEMPERATURES))}, {training.epochs:g} epochs ({trainer.num_steps} steps). A Llama of
-{training.num_layers} layers of {training.hidden_size}, with the target's tokenizer and whole vocabulary. Serve it with
+{", ".join(map(str, TEMPERATURES))}, {training.epochs:g} epochs ({trainer.num_steps} steps).
+
+A Llama of {training.num_layers} layers of {training.hidden_size}, with the target's tokenizer and vocabulary. Serve it with
 `--speculative-config '{{"method": "draft_model", "model": "{request.output}"}}'`.
 
 Measured on held-out prompts of the same kinds, greedy:

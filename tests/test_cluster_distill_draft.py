@@ -115,8 +115,10 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> 
             training = replace(TRAINING, num_frequent=16, num_drawn=12)
             trainer = DraftTrainer(CONFIG, shared(), lessons(), training, directory)
             trainer.run(lambda _: None, stop_after=stop)
-        ends.append(trainer.network.state_dict())
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        ends.append((trainer.losses, trainer.network.state_dict()))
+    (losses, one), (others, other) = ends
+    assert losses == others != []
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_what_is_saved_is_served_and_computes_what_was_trained(tmp_path: Path) -> None:

@@ -114,8 +114,10 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> 
             trainer = HeadTrainer(CONFIG, shared(), lessons(), TRAINING, directory)
             trainer.run(lambda _: None, stop_after=stop)
             assert trainer.step == (stop or trainer.num_steps)
-        ends.append(trainer.network.state_dict())
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        ends.append((trainer.losses, trainer.network.state_dict()))
+    (losses, one), (others, other) = ends
+    assert losses == others != []
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_run_of_other_settings_is_not_taken_up(tmp_path: Path) -> None:

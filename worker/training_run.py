@@ -20,6 +20,7 @@ from torch import nn
 from worker.draft_corpus import Lesson
 
 SAVE_EVERY_S = 60.0
+LOSS_EVERY = 10  # steps, of which the mean is kept: a batch is of texts alike, so one step's says little
 WARM_UP = 0.02  # of all steps
 LAST_RATE = 0.05  # of the learning rate
 MAX_PAIRS = 1024  # of one text; what is longer is cut
@@ -66,7 +67,8 @@ class TrainingRun(ABC):
         self._epoch_batches: dict[int, list[list[int]]] = {}
         self.num_steps = max(round(schedule.epochs * len(self._batches(0))), 1)
         self.step = 0
-        self.losses: list[tuple[int, float]] = []  # (step, loss)
+        self.losses: list[tuple[int, float]] = []  # (step, mean of LOSS_EVERY steps)
+        self._recent: list[float] = []  # losses since
         torch.manual_seed(schedule.seed)
 
     def _begin(self, network: nn.Module) -> None:
@@ -105,8 +107,10 @@ class TrainingRun(ABC):
         nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         self._optimizer.step()
         self.step += 1
-        if self.step % 10 == 0:
-            self.losses.append((self.step, shown))
+        self._recent.append(shown)
+        if self.step % LOSS_EVERY == 0:
+            self.losses.append((self.step, sum(self._recent) / len(self._recent)))
+            self._recent = []
 
     def _rate(self) -> float:
         """Linear up, then a cosine down to LAST_RATE."""
@@ -150,6 +154,7 @@ class TrainingRun(ABC):
             "training": json.dumps(asdict(self._schedule)),
             "step": self.step,
             "losses": self.losses,
+            "recent": self._recent,
             "network": self.network.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
@@ -166,6 +171,7 @@ class TrainingRun(ABC):
         self.network.load_state_dict(state["network"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses = state["step"], [tuple(point) for point in state["losses"]]
+        self._recent = state["recent"]
 
 
 def num_counted(lesson: Lesson) -> int:
