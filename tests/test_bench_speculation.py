@@ -45,7 +45,7 @@ NONE, AUTO, TWO, FOUR = Setting("none"), Setting("auto"), Setting("ngram", 2), S
 
 def run_of(tokens_per_s: float, **fields: object) -> Measured:
     told: dict[str, object] = {"acceptance_length": 1.0, "decode": Decode(), "costs": Costs()} | fields
-    return Measured(streams=[[0] * 100], elapsed_s=100 / tokens_per_s, **told)  # type: ignore[arg-type]
+    return Measured(streams=[[0] * 100], num_tokens=100, elapsed_s=100 / tokens_per_s, **told)  # type: ignore[arg-type]
 
 
 def runs_of(*speeds: float) -> list[Measured]:

@@ -63,7 +63,6 @@ def _why_not() -> str | None:
 WHY_NOT = _why_not()
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.slow,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
 ]

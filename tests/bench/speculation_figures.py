@@ -98,6 +98,7 @@ class Measured:
     """One run of one setting."""
 
     streams: list[list[int]]
+    num_tokens: int  # until elapsed_s: while as many ran as should
     elapsed_s: float
     acceptance_length: float  # tokens of a verification with drafts
     decode: Decode
@@ -106,7 +107,7 @@ class Measured:
     @property
     def tokens_per_s(self) -> float:
         """Outputs of the whole run, its prompts' time included."""
-        return sum(map(len, self.streams)) / self.elapsed_s
+        return self.num_tokens / self.elapsed_s
 
 
 Rounds = Mapping[Setting, Sequence[Measured]]  # of one load: the same number of runs of each setting, in turn
