@@ -59,13 +59,14 @@ def _card(request: DraftRequest, trainer: DraftTrainer, score: Score) -> str:
     training, texts = request.training, request.texts
     depths = "\n".join(f"| {depth} | {share:.3f} |" for depth, share in enumerate(score.accepted, start=1))
     curve = "\n".join(f"| {step} | {loss:.3f} |" for step, loss in trainer.losses[:: max(len(trainer.losses) // 12, 1)])
+    length = 1 + sum(score.accepted[:3])
     return f"""# A draft model for {texts.name}
 
 Made by `slipstream distill-draft` from the target's own answers: at least {texts.num_tokens} tokens at temperatures
 {", ".join(map(str, TEMPERATURES))}, {training.epochs:g} epochs ({trainer.num_steps} steps).
 
-A Llama of {training.num_layers} layers of {training.hidden_size}, with the target's tokenizer and vocabulary. Serve it with
-`--speculative-config '{{"method": "draft_model", "model": "{request.output}"}}'`.
+A Llama of {training.num_layers} layers of {training.hidden_size}, with the target's tokenizer and whole vocabulary.
+Serve it with `--speculative-config '{{"method": "draft_model", "model": "{request.output}"}}'`.
 
 Measured on held-out prompts of the same kinds, greedy:
 
@@ -73,7 +74,7 @@ Measured on held-out prompts of the same kinds, greedy:
 |---|---|
 {depths}
 
-Mean acceptance length {score.acceptance_length:.2f} tokens at K = {len(score.accepted)}.
+Mean acceptance length {length:.2f} tokens at K = 3, {score.acceptance_length:.2f} at K = {len(score.accepted)}.
 
 | step | loss |
 |---|---|
