@@ -389,13 +389,12 @@ def train_head(
     display = Display()
     with StopSignals(), display:
         directory = resolve_model(model, display)
-        from cluster.sampled_texts import TextRequest, default_state_layers  # these import torch
+        from cluster.sampled_texts import TextRequest, state_layers_of  # these import torch
         from cluster.train_head import HeadRequest
         from cluster.train_head import train_head as run
         from worker.draft_training import Training
-        from worker.hf_model import read_any_config
 
-        layers = default_state_layers(read_any_config(directory).num_layers)
+        layers = state_layers_of(directory)
         training = Training(
             state_layers=layers, draft_vocab_size=draft_vocab_size, epochs=epochs, depth=depth,
             learning_rate=learning_rate, seed=seed,
@@ -430,16 +429,15 @@ def distill_draft(
         directory = resolve_model(model, display)
         from cluster.distill_draft import DraftRequest  # these import torch
         from cluster.distill_draft import distill_draft as run
-        from cluster.sampled_texts import TextRequest, default_state_layers
+        from cluster.sampled_texts import TextRequest, state_layers_of
         from worker.draft_distillation import Distillation
-        from worker.hf_model import read_any_config
 
         training = Distillation(
             num_layers=layers, hidden_size=hidden_size, epochs=epochs, learning_rate=learning_rate, seed=seed
         )
         texts = TextRequest(
             directory=directory, name=model, num_tokens=tokens, max_tokens=max_tokens, prompts=prompts,
-            state_layers=default_state_layers(read_any_config(directory).num_layers), seed=seed,
+            state_layers=state_layers_of(directory), seed=seed,
         )  # fmt: skip
         request = DraftRequest(texts=texts, texts_of=texts_of, output=output, training=training, threads=threads)
         score = run(request, display)

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from cluster.engine import Engine
+from cluster.errors import ConfigError
 from cluster.head_prompts import read_prompts, varied_prompts
 from cluster.progress import Display
 from cluster.text import ChatMessage, Tokenizer, load_tokenizer
@@ -51,6 +52,14 @@ def default_state_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)}))
 
 
+def state_layers_of(directory: Path) -> tuple[int, ...]:
+    """Of a target, whose states are kept. ConfigError says what is wrong with it."""
+    try:
+        return default_state_layers(read_any_config(directory).num_layers)
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from error
+
+
 def run_directory(output: Path) -> Path:
     """Where a run that makes `output` keeps its texts and where it stands."""
     return output.with_name(output.name + ".run")
@@ -75,8 +84,10 @@ def _check_same_run(run: Path, request: TextRequest, prompts: Sequence[str]) -> 
         "max_tokens": request.max_tokens,
         "state_layers": list(request.state_layers),
     }
-    if path.is_file() and json.loads(path.read_text()) != asked:
-        raise ValueError(f"{run} holds another run; choose another --output or remove it")
+    known = json.loads(path.read_text()) if path.is_file() else asked
+    for name, value in asked.items():
+        if known.get(name) != value:
+            raise ValueError(f"{run} has the answers of another run: its {name} is {known.get(name)!r}, not {value!r}")
     path.write_text(json.dumps(asked))
 
 

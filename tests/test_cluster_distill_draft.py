@@ -10,7 +10,7 @@ import torch
 from cluster.distill_draft import DraftRequest, distill_draft
 from cluster.errors import ConfigError
 from cluster.progress import Display
-from cluster.sampled_texts import TextRequest, default_state_layers
+from cluster.sampled_texts import TextRequest, default_state_layers, state_layers_of
 from tests import tiny_tokenizer
 from tests.tiny_model import save_tiny_model
 from worker.architecture import ModelConfig, read_config
@@ -153,5 +153,11 @@ def test_the_texts_of_another_run_are_taken_and_those_of_another_target_refused(
     assert read_config(other.output).hidden_size == 32
     assert shard.stat().st_mtime_ns == written
     assert not list((tmp_path / "second.run").glob("shard-*"))
-    with pytest.raises(ConfigError, match="another run"):
+    with pytest.raises(ConfigError, match="another run: its model is 'tiny', not 'else'"):
         distill_draft(replace(other, texts=replace(request.texts, name="else")), Display())
+
+
+def test_a_target_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Mystery"]}')
+    with pytest.raises(ConfigError, match=f"--model: {tmp_path}.*"):
+        state_layers_of(tmp_path)
