@@ -171,7 +171,7 @@ class TrainingRun(ABC):
         self.network.load_state_dict(state["network"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step, self.losses = state["step"], [tuple(point) for point in state["losses"]]
-        self._recent = state["recent"]
+        self._recent = state.get("recent", [])  # runs begun before there was one go on
 
 
 def num_counted(lesson: Lesson) -> int:
