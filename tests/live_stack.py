@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -104,7 +105,7 @@ async def live_stack(
     )
     workers = {f"worker-{index}": _worker(f"worker-{index}", verify_s, draft_s) for index in range(num_workers)}
     link = InProcessLink()
-    front_end = FrontEnd(link, tokenizer=TINY)
+    front_end = FrontEnd(link, tokenizer=TINY, draw_seed=partial(random.Random(1).getrandbits, 64))
     model = tiny_model(max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=16)
     server = Server(Serving(front_end=front_end, model=model, tokenizer=TINY), listen)
     await server.start()

@@ -1,9 +1,11 @@
 """A real gRPC server on loopback over a toy scheduler, for tests of the services."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -72,7 +74,7 @@ async def served(
 ) -> AsyncIterator[Served]:
     """Everything up, the toy stepping by itself; everything down at the end, nothing left open."""
     link = link or FakeLink()
-    front_end = FrontEnd(link, name="front", tokenizer=tokenizer)
+    front_end = FrontEnd(link, name="front", tokenizer=tokenizer, draw_seed=partial(random.Random(1).getrandbits, 64))
     link.front_end = front_end
     serving = Serving(
         front_end=front_end, model=model or tiny_model(), tokenizer=tokenizer, slowest_reader_s=slowest_reader_s

@@ -115,7 +115,9 @@ def test_the_quickest_answer_sets_the_clock() -> None:
 
 async def test_a_view_of_the_whole_stack_has_every_step_and_frame() -> None:
     async with whole_stack() as up:
-        answers = [up.client.generate([7, 8, 9, i], request_id=f"r{i}", max_tokens=20) for i in range(20, 23)]
+        answers = [
+            up.client.generate([7, 8, 9, i], request_id=f"r{i}", max_tokens=20, ignore_eos=True) for i in range(20, 23)
+        ]
         await asyncio.gather(*(answer.aresult() for answer in answers))
         await up.idle()
         view: dict[str, Any] = await up.client.aview(frames=True)

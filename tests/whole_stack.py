@@ -235,7 +235,7 @@ async def whole_stack(
         sanitizer=KVSanitizer(num_blocks, BLOCK_SIZE),
     )
     worker, link = InProcessWorker(runner), InProcessLink()
-    front_end = FrontEnd(link, tokenizer=tokenizer)
+    front_end = FrontEnd(link, tokenizer=tokenizer, draw_seed=functools.partial(random.Random(1).getrandbits, 64))
     model = tiny_model(max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, max_num_seqs=max_num_seqs)
     server = Server(Serving(front_end=front_end, model=model, tokenizer=tokenizer), listen)
     await server.start()
