@@ -370,19 +370,29 @@ def fetch(model: Annotated[str, typer.Argument(help="smollm2 or a hub name.")] =
     _print(str(directory))
 
 
+# What both commands that train a drafter take.
+Answers = Annotated[int, typer.Option(help="Tokens of the model's own answers to learn from.")]
+Prompts = Annotated[Path | None, typer.Option(help="One prompt a line; default: thousands of our own.")]
+AnswerTokens = Annotated[int, typer.Option(help="Of one answer.")]
+Epochs = Annotated[float, typer.Option(help="Times each answer is seen.")]
+LearningRate = Annotated[float, typer.Option(help="At its highest.")]
+EveryCore = Annotated[int | None, typer.Option(help="Default: every core.")]
+TrainingSeed = Annotated[int, typer.Option(help="Of prompts, answers and training.")]
+
+
 @app.command("train-head")
 def train_head(
     output: Annotated[Path, typer.Argument(help="Directory of the head; OUTPUT.run keeps what is needed to go on.")],
     model: Model = DEFAULTS.model,
-    tokens: Annotated[int, typer.Option(help="Tokens of the model's own answers to learn from.")] = 250_000,
-    prompts: Annotated[Path | None, typer.Option(help="One prompt a line; default: thousands of our own.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
-    epochs: Annotated[float, typer.Option(help="Times each answer is seen.")] = 8.0,
+    tokens: Answers = 250_000,
+    prompts: Prompts = None,
+    max_tokens: AnswerTokens = 256,
+    epochs: Epochs = 8.0,
     depth: Annotated[int, typer.Option(help="Of the training-time test.")] = 3,
     draft_vocab_size: Annotated[int, typer.Option(help="Tokens the head can draft.")] = 8192,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-3,
-    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, answers and training.")] = 0,
+    learning_rate: LearningRate = 2e-3,
+    threads: EveryCore = None,
+    seed: TrainingSeed = 0,
 ) -> None:
     """Train an EAGLE-3 draft head for a model on this machine; run it again to go on after an interruption."""
     threads = _restarted(threads)
@@ -412,15 +422,15 @@ def distill_draft(
     output: Annotated[Path, typer.Argument(help="Directory of the model; OUTPUT.run keeps what is needed to go on.")],
     model: Model = DEFAULTS.model,
     texts_of: Annotated[Path | None, typer.Option(help="A .run of train-head whose answers to take.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the model's own answers to learn from.")] = 250_000,
-    prompts: Annotated[Path | None, typer.Option(help="One prompt a line; default: thousands of our own.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of one answer.")] = 256,
-    epochs: Annotated[float, typer.Option(help="Times each answer is seen.")] = 8.0,
+    tokens: Answers = 250_000,
+    prompts: Prompts = None,
+    max_tokens: AnswerTokens = 256,
+    epochs: Epochs = 8.0,
     layers: Annotated[int, typer.Option(help="Of the draft model.")] = 2,
     hidden_size: Annotated[int, typer.Option(help="Of the draft model; a multiple of 64.")] = 192,
-    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 2e-3,
-    threads: Annotated[int | None, typer.Option(help="Default: every core.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, answers and training.")] = 0,
+    learning_rate: LearningRate = 2e-3,
+    threads: EveryCore = None,
+    seed: TrainingSeed = 0,
 ) -> None:
     """Distill a tiny draft model from a model on this machine; run it again to go on after an interruption."""
     threads = _restarted(threads)

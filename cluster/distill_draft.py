@@ -57,9 +57,6 @@ def distill_draft(request: DraftRequest, display: Display) -> Score:
 def _card(request: DraftRequest, trainer: DraftTrainer, score: Score) -> str:
     """How the model was made and what it was measured to do."""
     training, texts = request.training, request.texts
-    depths = "\n".join(f"| {depth} | {share:.3f} |" for depth, share in enumerate(score.accepted, start=1))
-    curve = "\n".join(f"| {step} | {loss:.3f} |" for step, loss in trainer.losses[:: max(len(trainer.losses) // 12, 1)])
-    length = 1 + sum(score.accepted[:3])
     return f"""# A draft model for {texts.name}
 
 Made by `slipstream distill-draft` from the target's own answers: at least {texts.num_tokens} tokens at temperatures
@@ -70,13 +67,4 @@ Serve it with `--speculative-config '{{"method": "draft_model", "model": "{reque
 
 Measured on held-out prompts of the same kinds, greedy:
 
-| draft | accepted, all before it too |
-|---|---|
-{depths}
-
-Mean acceptance length {length:.2f} tokens at K = 3, {score.acceptance_length:.2f} at K = {len(score.accepted)}.
-
-| step | loss |
-|---|---|
-{curve}
-"""
+{trainer.report(score)}"""

@@ -54,9 +54,6 @@ def train_head(request: HeadRequest, display: Display) -> Score:
 def _card(request: HeadRequest, trainer: HeadTrainer, score: Score) -> str:
     """How the head was made and what it was measured to do."""
     training = request.training
-    depths = "\n".join(f"| {depth} | {share:.3f} |" for depth, share in enumerate(score.accepted, start=1))
-    curve = "\n".join(f"| {step} | {loss:.3f} |" for step, loss in trainer.losses[:: max(len(trainer.losses) // 12, 1)])
-    length = 1 + sum(score.accepted[:3])
     return f"""# An EAGLE-3 draft head for {request.texts.name}
 
 Made by `slipstream train-head` from at least {request.texts.num_tokens} tokens of the target's own answers at
@@ -67,13 +64,4 @@ not stored.
 
 Measured on held-out prompts of the same kinds, greedy, draft tokens covering {score.coverage:.1%} of the text:
 
-| draft | accepted, all before it too |
-|---|---|
-{depths}
-
-Mean acceptance length {length:.2f} tokens at K = 3, {score.acceptance_length:.2f} at K = {len(score.accepted)}.
-
-| step | loss |
-|---|---|
-{curve}
-"""
+{trainer.report(score)}"""

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 # Before torch, Ray or any child process reads them.
 os.environ["SLIPSTREAM_SANITIZE_KV"] = "1"
@@ -33,6 +34,17 @@ def _no_ray_in_unit_tests(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         raise RuntimeError("a unit test started Ray: mark it `ray` or drive the core directly")
 
     monkeypatch.setattr(ray, "init", refuse)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Two OpenMP threads on a busy machine wait for each other most of the time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 _ray_ran = False

@@ -1,11 +1,9 @@
 """The study of shared noise: what it measures lies where theory says it must."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from scheduler.step import Int64Array
 from tests import tiny_tokenizer
@@ -13,13 +11,7 @@ from tests.bench.noise import Acceptance, Contexts, benchmark, distributions, pa
 from tests.heads import Sketch, save_head
 from tests.tiny_model import save_tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def contexts_of(count: int, *, spread: float, token_ids: Int64Array | None = None) -> Contexts:

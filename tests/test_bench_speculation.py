@@ -3,12 +3,11 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from scheduler.step import StepPlan
 from tests import tiny_tokenizer
@@ -31,13 +30,7 @@ from tests.builders import result_of
 from tests.heads import Sketch, save_head
 from tests.tiny_model import save_tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 NONE, AUTO, TWO, FOUR = Setting("none"), Setting("auto"), Setting("ngram", 2), Setting("ngram", 4)

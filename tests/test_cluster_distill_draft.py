@@ -1,6 +1,5 @@
 """`slipstream distill-draft`: it learns, what it saves drafts as it was scored, and it shares train-head's texts."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,12 +28,7 @@ TRAINING = Distillation(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def target_rows(config: ModelConfig) -> torch.Tensor:

@@ -7,14 +7,12 @@ pipelined steps, deliveries that overtake each other.
 import asyncio
 import functools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import torch
 from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
@@ -26,13 +24,7 @@ from tests.oracle import Stream, undisturbed
 from tests.served import TINY
 from tests.whole_stack import BLOCK_SIZE, MAX_MODEL_LEN, RECORD_EVENTS, Stack, model_of, whole_stack
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

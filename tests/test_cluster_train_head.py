@@ -1,6 +1,5 @@
 """`slipstream train-head` from prompts to a head that serves, on a tiny model."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,7 @@ from worker.draft_training import Training
 from worker.eagle3 import Eagle3Drafter, load_head
 from worker.model import load_model
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def request_in(directory: Path) -> HeadRequest:

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,12 +26,7 @@ WORLDS = 3  # of each drafter and dtype
 HEAD = Sketch(target=CONFIG, state_layers=(0, 1, 1))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Sometimes(Drafter):

@@ -1,10 +1,8 @@
 """Decoders that run through transformers' code are drafted for, and draft, like those of the lean family."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedConfig
 
 from cluster.config import ServeConfig, SpeculativeConfig
@@ -25,12 +23,7 @@ from worker.hf_model import HfModel
 PROMPT = list(range(3, 40))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def saved(config: PreTrainedConfig, directory: Path) -> Path:

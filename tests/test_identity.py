@@ -8,7 +8,6 @@ import functools
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,13 +32,7 @@ CONFIG = ModelConfig(
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two OpenMP threads on a busy machine wait for each other most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def asks_of(alone: Model) -> list[Ask]:

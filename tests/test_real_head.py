@@ -1,11 +1,9 @@
 """The head that ships for SmolLM2: it loads, it is worth drafting with, and a prefix hit takes nothing from it."""
 
 import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from cluster.engine import Engine
 from cluster.sizing import SHIPPED_HEADS
@@ -21,12 +19,7 @@ NUM_BLOCKS, BLOCK = 32, 16
 MAX_TOKENS = 48
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Served(NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -23,12 +22,7 @@ from worker.step_costs import StepCosts, measure_costs
 GOOD, FAIR, BAD, COPY = (0.9,), (0.57, 0.5, 0.5, 0.4), (0.05, 0.0), (0.95,)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def chat(costs: dict[int, float], num_rows: int, *, model: Source = nothing) -> World:

@@ -1,7 +1,7 @@
 """A draft model beside its target: two KV groups, drafts as from scratch, and what happens when its pool is short."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -33,12 +33,7 @@ BLOCK, DRAFT_BLOCK = 16, 8
 GREEDY = SamplingParams(temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

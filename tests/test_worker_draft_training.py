@@ -2,7 +2,6 @@
 
 import functools
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,12 +25,7 @@ LAYERS = (0, 1, 2)
 TRAINING = Training(state_layers=LAYERS, draft_vocab_size=48, epochs=3, batch_tokens=128, autocast=False)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """From a DraftSpec to a drafter, and from flags to a DraftSpec."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +29,7 @@ from worker.model import load_model
 from worker.runner import Runner
 from worker.sanitizer import KVSanitizer
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def target_in(directory: Path) -> Path:

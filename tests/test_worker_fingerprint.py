@@ -1,6 +1,5 @@
 """Fingerprints: equal for equal numbers only; the self-test finds rows that depend on their company."""
 
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +16,7 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny(*, seed: int = 0, dtype: torch.dtype = torch.float32, num_blocks: int = 32, max_model_len: int = 256) -> Model:

@@ -1,7 +1,6 @@
 """Decoders outside the lean family, through transformers' own code with our attention."""
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +50,7 @@ PROMPTS = [[5, 9, 2, 77, 1], list(range(3, 40)), [7] * 12]
 NUM_TOKENS = 16
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(config: PreTrainedConfig) -> Any:

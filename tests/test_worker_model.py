@@ -73,14 +73,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def saved(config: PreTrainedConfig, directory: Path) -> Any:
     """A random model of transformers, saved where `load_model` can find it."""
     torch.manual_seed(0)

@@ -146,6 +146,22 @@ class TrainingRun(ABC):
         self._epoch_batches = {0: self._epoch_batches.get(0, batches), epoch: batches}
         return batches
 
+    def report(self, score: Score) -> str:
+        """The score and the training curve as a card shows them: Markdown."""
+        depths = "\n".join(f"| {depth} | {share:.3f} |" for depth, share in enumerate(score.accepted, start=1))
+        curve = "\n".join(f"| {step} | {loss:.3f} |" for step, loss in self.losses[:: max(len(self.losses) // 12, 1)])
+        length = 1 + sum(score.accepted[:3])
+        return f"""| draft | accepted, all before it too |
+|---|---|
+{depths}
+
+Mean acceptance length {length:.2f} tokens at K = 3, {score.acceptance_length:.2f} at K = {len(score.accepted)}.
+
+| step | loss |
+|---|---|
+{curve}
+"""
+
     # ---- where it stands ----
 
     def save(self) -> None:
