@@ -2,16 +2,20 @@
 
 import copy
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 import torch
 
+from worker.attention import KVCache
 from worker.kernels.rows import (
+    BROKEN_HIDDEN,
     DeviceRows,
     PlanColumns,
     accept_drafts,
     accept_drafts_reference,
+    clear_broken,
     gather_frames,
     gather_frames_reference,
 )
@@ -32,6 +36,8 @@ def rows_of(num_rows: int, generator: np.random.Generator) -> DeviceRows:
         state.num_computed[row] = length - 1 if generator.random() < 0.6 else int(generator.integers(0, length))
         state.end[row] = length + int(generator.choice([0, 1, 2, 5, 30]))
         state.num_drafts[row] = int(generator.integers(0, MAX_DRAFTS + 1))
+        if generator.random() < 0.1:
+            state.end[row] = 0  # it has failed
     return state
 
 
@@ -67,9 +73,12 @@ def test_frames_and_acceptance_equal_the_reference(seed: int) -> None:
     assert frames.sample_rows[num_samples:].tolist() == [-1] * 3
 
     sampled = samples_near_the_drafts(state, frames.sample_rows, frames.sample_positions, generator)
+    finite = torch.from_numpy((generator.random(num_tokens + 7) > 0.02).astype(np.int32))
     expected_state = copy.deepcopy(state)
-    want_acceptance = accept_drafts_reference(expected_state, plan, expected, sampled, max_drafts=MAX_DRAFTS)
-    acceptance = accept_drafts(state, plan, frames, sampled, max_drafts=MAX_DRAFTS)
+    want_acceptance = accept_drafts_reference(
+        expected_state, plan, expected, sampled, finite=finite, max_drafts=MAX_DRAFTS
+    )
+    acceptance = accept_drafts(state, plan, frames, sampled, finite=finite, max_drafts=MAX_DRAFTS)
     for field in dataclasses.fields(acceptance):
         assert torch.equal(getattr(acceptance, field.name), getattr(want_acceptance, field.name)), field.name
     for name in ("token_ids", "block_table", "num_tokens", "num_computed", "num_drafts", "end"):
@@ -108,7 +117,7 @@ def test_the_longest_prefix_that_equals_the_samples_is_accepted_and_one_token_mo
     )
     frames = gather_frames(state, plan, num_tokens=4, num_samples=4)
     sampled = torch.tensor(samples + [POISON] * (4 - len(samples)), dtype=torch.int32)
-    acceptance = accept_drafts(state, plan, frames, sampled, max_drafts=3)
+    acceptance = accept_drafts(state, plan, frames, sampled, finite=torch.ones(4, dtype=torch.int32), max_drafts=3)
     num_tokens = int(acceptance.num_tokens[0])
     assert acceptance.token_ids[0, :num_tokens].tolist() == emitted
     assert int(acceptance.num_verified[0]) == len(drafts)
@@ -126,7 +135,36 @@ def test_a_row_at_its_end_writes_nothing_and_answers_nothing() -> None:
         reserved=torch.tensor([3], dtype=torch.int32),
     )
     frames = gather_frames(state, plan, num_tokens=3, num_samples=3)
-    acceptance = accept_drafts(state, plan, frames, torch.full((3,), POISON, dtype=torch.int32), max_drafts=2)
+    sampled, finite = torch.full((3,), POISON, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    acceptance = accept_drafts(state, plan, frames, sampled, finite=finite, max_drafts=2)
     assert frames.batch.slot_mapping.tolist() == [-1, -1, -1]
     assert acceptance.num_tokens.tolist() == [0]
     assert (int(state.num_tokens[0]), int(state.num_computed[0])) == (10, 9)
+
+
+def test_a_row_with_broken_hidden_states_fails_leaves_zeros_and_computes_nothing_more() -> None:
+    state = DeviceRows.empty(max_num_seqs=2, max_model_len=32, block_size=16, device="cpu")
+    state.block_table.copy_(torch.tensor([[3, 1], [2, 0]]))
+    state.num_tokens.copy_(torch.tensor([20, 5]))
+    state.num_computed.copy_(torch.tensor([14, 2]))
+    state.end.fill_(32)
+    columns = (torch.tensor(column, dtype=torch.int32) for column in ([0, 1], [4, 3], [0, 0], [0, 1]))
+    plan = PlanColumns(**dict(zip(("rows", "num_scheduled", "num_drafts", "reserved"), columns, strict=True)))
+    frames = gather_frames(state, plan, num_tokens=7, num_samples=1)
+    kv_cache = KVCache(num_layers=2, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    kv_cache.key.fill_(1.0)
+    kv_cache.value.fill_(math.nan)
+    finite = torch.tensor([1, 0, 0, 1, 1, 1, 1], dtype=torch.int32)  # positions 15 and 16 of the chunk
+    acceptance = accept_drafts(state, plan, frames, torch.tensor([7], dtype=torch.int32), finite=finite, max_drafts=2)
+    clear_broken(acceptance, frames.batch, kv_cache)
+    assert acceptance.failed.tolist() == [BROKEN_HIDDEN, 0]
+    assert acceptance.failed_position.tolist() == [15, -1]
+    assert acceptance.num_tokens.tolist() == [0, 1]
+    wrote = [3 * 16 + 14, 3 * 16 + 15, 16, 17]
+    for pool, kept in ((kv_cache.key, 1.0), (kv_cache.value, math.nan)):
+        slots = pool.flatten(1, 2)
+        assert not slots[:, wrote].any()
+        slots[:, wrote] = kept
+        assert torch.equal(slots.nan_to_num(-1.0), torch.full_like(slots, kept).nan_to_num(-1.0))
+    again = gather_frames(state, plan, num_tokens=7, num_samples=1)
+    assert again.batch.cu_seqlens_q.tolist() == [0, 0, 1]

@@ -1,5 +1,7 @@
 """Whole steps on device rows, under Triton's interpreter. Run by test_worker_kernels.py in a process of its own."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -71,8 +73,8 @@ def test_a_step_whose_graph_cannot_be_captured_runs_without(caplog: pytest.LogCa
     step.use_graphs = True  # on a machine without CUDA every capture fails
     one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
     plan = HostPlan(rows=none, num_scheduled=one, num_drafts=none, reserved=one, max_seq_len=11)
-    assert step.execute(plan).token_ids.tolist() == [[11]]
-    assert step.execute(plan).token_ids.tolist() == [[12]]
+    assert step.execute(plan).acceptance.token_ids.tolist() == [[11]]
+    assert step.execute(plan).acceptance.token_ids.tolist() == [[12]]
     assert step.num_graphs == 0
     assert caplog.text.count("running without") == 1
 
@@ -85,11 +87,11 @@ def test_a_plan_brings_only_upper_bounds_and_the_row_takes_what_is_true() -> Non
     plan = HostPlan(
         rows=columns[0], num_scheduled=columns[1], num_drafts=columns[2], reserved=columns[3], max_seq_len=14
     )
-    acceptance = step.execute(plan)
+    acceptance = step.execute(plan).acceptance
     assert acceptance.num_tokens.tolist() == [1]  # the row had no drafts
     assert acceptance.token_ids[0].tolist() == [11, -1, -1, -1]
-    assert int(step.execute(plan).num_tokens[0]) == 1  # one token below its end
-    assert int(step.execute(plan).num_tokens[0]) == 0  # at its end
+    assert int(step.execute(plan).acceptance.num_tokens[0]) == 1  # one token below its end
+    assert int(step.execute(plan).acceptance.num_tokens[0]) == 0  # at its end
 
 
 class NoModel:
@@ -97,6 +99,9 @@ class NoModel:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         return batch.positions[:, None].float()
+
+    def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("nobody wants states")
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return -(torch.arange(64.0)[None] - hidden - 2.0).abs()

@@ -146,7 +146,7 @@ class DeviceStreams:
             HostPlan(
                 rows=rows, num_scheduled=num_scheduled, num_drafts=num_drafts, reserved=reserved, max_seq_len=longest
             )
-        )
+        ).acceptance
         token_ids, num_tokens = acceptance.token_ids.tolist(), acceptance.num_tokens.tolist()
         num_verified = acceptance.num_verified.tolist()
         assert not acceptance.failed.any()

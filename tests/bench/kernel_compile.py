@@ -54,7 +54,7 @@ class KernelCase:
     def name(self) -> str:
         """Readable and unique."""
         if self.kernel not in ("paged_attention", "combine_splits"):
-            return self.kernel if self.kernel != "store_kv" else f"store_kv {self.dtype}"
+            return f"{self.kernel} {self.dtype}" if self.kernel in ("store_kv", "clear_broken") else self.kernel
         words = [self.kernel, f"d{self.head_dim}", self.dtype]
         if self.kernel == "paged_attention":
             words += [f"g{self.group}", f"q{self.query_len}"]
@@ -123,6 +123,7 @@ def all_cases() -> list[KernelCase]:
     others = [
         KernelCase(kernel=name) for name in ("sample", "frame_lengths", "gather_tokens", "gather_samples", "accept")
     ]
+    others += [KernelCase(kernel="clear_broken", dtype=dtype) for dtype in DTYPES]
     return [*attention_cases, *variants, *groups, *combines, *stores, *others]
 
 
@@ -253,14 +254,19 @@ def _source(case: KernelCase, *, is_hip: bool) -> _Source:
             types = _types([("i32", int32), ("i64", "logits_indices sample_positions")], "num_reqs num_samples")
             return _Source(fn=rows.gather_samples_kernel, types=types, constants={"BLOCK": 128})
         case "accept":
-            state = "row_token_ids num_tokens num_computed num_drafts"
-            out = "out_token_ids out_num_tokens out_num_verified out_failed"
+            state = "row_token_ids num_tokens num_computed num_drafts end"
+            out = "out_token_ids out_num_tokens out_num_verified out_failed out_position"
+            step = "plan_rows finite sampled cu_seqlens_q cu_samples seq_lens"
+            types = _types([("i32", f"{step} {state} {out}")], "tokens_stride out_stride")
+            constants = {"BLOCK": 8, "TOKENS": rows.TOKENS_PER_PROGRAM}
+            options = {"num_warps": 1, **COMPILE_OPTIONS}
+            return _Source(fn=rows.accept_kernel, types=types, constants=constants, options=options)
+        case "clear_broken":
             types = _types(
-                [("i32", f"plan_rows sampled cu_samples seq_lens {state} {out}")], "tokens_stride out_stride"
+                [("i32", "failed cu_seqlens_q"), ("i64", "slot_mapping"), (case.dtype, "key_cache value_cache")],
+                "layer_stride",
             )
-            return _Source(
-                fn=rows.accept_kernel, types=types, constants={"BLOCK": 8}, options={"num_warps": 1, **COMPILE_OPTIONS}
-            )
+            return _Source(fn=rows.clear_broken_kernel, types=types, constants={"WIDTH": 1024, "BLOCK": 1024})
     raise ValueError(f"unknown kernel {case.kernel!r}")
 
 

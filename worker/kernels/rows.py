@@ -3,7 +3,8 @@
 Each permanent row keeps its tokens (confirmed ones, then pending drafts), true length, computed length and
 blocks. A plan brings upper bounds only: `gather_frames` makes the batch from the true lengths, `accept_drafts`
 takes the longest prefix of drafts that equals the samples and moves the row on. Batches have a fixed number of
-tokens and samples; what the rows do not fill is padding (slot -1, row -1). Same rules as worker.runner.
+tokens and samples; what the rows do not fill is padding (slot -1, row -1). A row that fails has no end any more:
+steps that were launched since compute nothing for it. Same rules as worker.runner.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.attention import KVCache
 from worker.batch import Batch
 from worker.kernels.sampling import SamplingColumns
 from worker.kernels.tuning import COMPILE_OPTIONS
 
 TOKENS_PER_PROGRAM = 128
+BROKEN_LOGITS, BROKEN_HIDDEN = 1, 2  # how a row can fail: what was not finite
+_BROKEN_LOGITS, _BROKEN_HIDDEN = tl.constexpr(BROKEN_LOGITS), tl.constexpr(BROKEN_HIDDEN)
+NUM_COUNTS = 4  # of an answer, beside its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,7 +33,7 @@ class DeviceRows:
     num_tokens: torch.Tensor  # [max_num_seqs] int32, confirmed
     num_computed: torch.Tensor  # [max_num_seqs] int32, KV written for true tokens
     num_drafts: torch.Tensor  # [max_num_seqs] int32, pending
-    end: torch.Tensor  # [max_num_seqs] int32, no token at or past this position
+    end: torch.Tensor  # [max_num_seqs] int32, no token at or past this position; 0: nobody's, or a row that failed
     sampling: SamplingColumns
     block_size: int
 
@@ -73,14 +78,22 @@ class FrameBatch:
     sample_positions: torch.Tensor  # [num_samples] int64, absolute position of the token to sample
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Acceptance:
-    """What a step answers, request by request."""
+    """What a step answers, request by request; parts of one stretch of memory, so that one copy takes them to the host."""
 
-    token_ids: torch.Tensor  # [num_reqs, 1 + max_drafts] int32, the first num_tokens of each are valid
-    num_tokens: torch.Tensor  # [num_reqs] int32, accepted + 1; 0: chunk, ended, padding or failed
-    num_verified: torch.Tensor  # [num_reqs] int32
-    failed: torch.Tensor  # [num_reqs] int32, 1: the logits of an accepted position were not finite
+    values: torch.Tensor  # [num_reqs * (1 + max_drafts + NUM_COUNTS)] int32
+    token_ids: torch.Tensor  # [num_reqs, 1 + max_drafts], the first num_tokens of each are valid
+    num_tokens: torch.Tensor  # [num_reqs], accepted + 1; 0: chunk, ended, padding or failed
+    num_verified: torch.Tensor  # [num_reqs]
+    failed: torch.Tensor  # [num_reqs], BROKEN_LOGITS of an accepted position, BROKEN_HIDDEN states, or 0
+    failed_position: torch.Tensor  # [num_reqs], the first that broke
+
+    @classmethod
+    def of(cls, values: torch.Tensor, num_reqs: int) -> "Acceptance":
+        """The parts of `values`, on the device or copied from there."""
+        token_ids, counts = values.split((values.numel() - NUM_COUNTS * num_reqs, NUM_COUNTS * num_reqs))
+        return cls(values, token_ids.view(num_reqs, -1), *counts.view(NUM_COUNTS, num_reqs))
 
 
 @triton.jit
@@ -119,11 +132,11 @@ def frame_lengths_kernel(
     req = tl.arange(0, BLOCK)
     inside = req < num_reqs
     row = tl.load(plan_rows + req, mask=inside, other=-1)
-    exists = row >= 0
+    last = tl.load(end + row, mask=row >= 0, other=0)
+    exists = (row >= 0) & (last > 0)
     length = tl.load(num_tokens + row, mask=exists, other=0)
     start = tl.load(num_computed + row, mask=exists, other=0)
     pending = tl.load(num_drafts + row, mask=exists, other=0)
-    last = tl.load(end + row, mask=exists, other=0)
     planned = tl.load(plan_drafts + req, mask=exists, other=0)
     samples = exists & (tl.load(plan_reserved + req, mask=exists, other=0) > 0)
     chunk = tl.load(plan_scheduled + req, mask=exists, other=0)
@@ -203,57 +216,92 @@ def gather_samples_kernel(
 @triton.jit
 def accept_kernel(
     plan_rows,
+    finite,
     sampled,
+    cu_seqlens_q,
     cu_samples,
     seq_lens,
     row_token_ids,
     num_tokens,
     num_computed,
     num_drafts,
+    end,
     out_token_ids,
     out_num_tokens,
     out_num_verified,
     out_failed,
+    out_position,
     tokens_stride,
     out_stride,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """Program: one request. Accepts the longest prefix of drafts that equals the samples, and one token more."""
     req = tl.program_id(0)
     row = tl.load(plan_rows + req)
+    begin = tl.load(cu_seqlens_q + req)
+    stop = tl.load(cu_seqlens_q + req + 1)
+    broken = tl.full([], 0x7FFFFFFF, tl.int32)
+    for start in range(begin, stop, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        is_finite = tl.load(finite + token, mask=token < stop, other=1)
+        broken = tl.minimum(broken, tl.min(tl.where(is_finite == 0, token, 0x7FFFFFFF), 0))
+    seq_len = tl.load(seq_lens + req)
     first = tl.load(cu_samples + req)
     num_samples = tl.load(cu_samples + req + 1) - first
-    index = tl.arange(0, BLOCK)
-    in_out = index < out_stride
-    if num_samples == 0:
-        tl.store(out_token_ids + req * out_stride + index, -1, mask=in_out)
-        tl.store(out_num_tokens + req, 0)
-        tl.store(out_num_verified + req, 0)
-        tl.store(out_failed + req, 0)
-        if row >= 0:
-            # a chunk moves on by what it computed; a row past its end computed nothing
-            tl.store(num_computed + row, tl.load(seq_lens + req))
-        return
 
-    length = tl.load(num_tokens + row)
-    tokens = row_token_ids + row.to(tl.int64) * tokens_stride + length
+    # A chunk has no samples: it reads token 0 of no row, accepts nothing and moves on by what it computed.
+    length = tl.load(num_tokens + row, mask=num_samples > 0, other=0)
+    tokens = row_token_ids + tl.maximum(row, 0).to(tl.int64) * tokens_stride + length
+    index = tl.arange(0, BLOCK)
     token_id = tl.load(sampled + first + index, mask=index < num_samples, other=-1)
     draft = tl.load(tokens + index, mask=index < num_samples - 1, other=-2)
     accepted = tl.min(tl.where(token_id == draft, BLOCK, index), 0)
-    kept = index <= accepted
-    failed = tl.max((kept & (token_id < 0)).to(tl.int32), 0)
-    count = tl.where(failed > 0, 0, accepted + 1)
+    no_token = tl.max(((index <= accepted) & (index < num_samples) & (token_id < 0)).to(tl.int32), 0)
+    failed = tl.where(broken < 0x7FFFFFFF, _BROKEN_HIDDEN, tl.where(no_token > 0, _BROKEN_LOGITS, 0))
+    count = tl.where((failed > 0) | (num_samples == 0), 0, accepted + 1)
     kept = index < count
     tl.store(tokens + index, token_id, mask=kept)
-    tl.store(out_token_ids + req * out_stride + index, tl.where(kept, token_id, -1), mask=in_out)
+    tl.store(out_token_ids + req * out_stride + index, tl.where(kept, token_id, -1), mask=index < out_stride)
     tl.store(out_num_tokens + req, count)
-    tl.store(out_num_verified + req, num_samples - 1)
+    tl.store(out_num_verified + req, tl.maximum(num_samples - 1, 0))
     tl.store(out_failed + req, failed)
-    tl.store(num_drafts + row, 0)
-    if failed == 0:
-        tl.store(num_tokens + row, length + count)
-        # the last returned token has no KV yet
-        tl.store(num_computed + row, length + count - 1)
+    position = tl.where(failed == _BROKEN_HIDDEN, seq_len - stop + broken, length + accepted)
+    tl.store(out_position + req, tl.where(failed > 0, position, -1))
+    if row >= 0:
+        if failed > 0:
+            tl.store(end + row, 0)
+        else:
+            # the last returned token has no KV yet; a row past its end has computed nothing
+            tl.store(num_computed + row, tl.where(num_samples > 0, length + count - 1, seq_len))
+        if num_samples > 0:
+            tl.store(num_tokens + row, length + count)
+            tl.store(num_drafts + row, 0)
+
+
+@triton.jit
+def clear_broken_kernel(
+    failed,
+    cu_seqlens_q,
+    slot_mapping,
+    key_cache,
+    value_cache,
+    layer_stride,
+    WIDTH: tl.constexpr,  # num_kv_heads * head_dim, contiguous
+    BLOCK: tl.constexpr,
+):
+    """Program: one request and layer. Zeros in every slot that a request with broken hidden states wrote."""
+    req = tl.program_id(0)
+    if tl.load(failed + req) != _BROKEN_HIDDEN:
+        return
+    layer = tl.program_id(1).to(tl.int64) * layer_stride
+    zeros = tl.zeros([BLOCK], dtype=key_cache.dtype.element_ty)
+    for token in range(tl.load(cu_seqlens_q + req), tl.load(cu_seqlens_q + req + 1)):
+        slot = tl.load(slot_mapping + token)
+        for start in range(0, WIDTH, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(key_cache + layer + slot * WIDTH + column, zeros, mask=column < WIDTH)
+            tl.store(value_cache + layer + slot * WIDTH + column, zeros, mask=column < WIDTH)
 
 
 def gather_frames(
@@ -306,25 +354,40 @@ def gather_frames(
 
 
 def accept_drafts(
-    state: DeviceRows, plan: PlanColumns, frames: FrameBatch, sampled: torch.Tensor, *, max_drafts: int
+    state: DeviceRows,
+    plan: PlanColumns,
+    frames: FrameBatch,
+    sampled: torch.Tensor,
+    *,
+    finite: torch.Tensor,
+    max_drafts: int,
 ) -> Acceptance:
-    """Verify every frame's drafts against `sampled` [num_samples] int32 and move its row on."""
+    """Verify every frame's drafts against `sampled` [num_samples] int32 and move its row on.
+
+    finite: [num_tokens] int32, 0 where a token's hidden states are broken.
+    """
     num_reqs, device = plan.rows.shape[0], plan.rows.device
-    counts = torch.empty((3, num_reqs), dtype=torch.int32, device=device)
-    acceptance = Acceptance(
-        token_ids=torch.empty((num_reqs, 1 + max_drafts), dtype=torch.int32, device=device),
-        num_tokens=counts[0],
-        num_verified=counts[1],
-        failed=counts[2],
-    )
+    values = torch.empty(num_reqs * (1 + max_drafts + NUM_COUNTS), dtype=torch.int32, device=device)
+    acceptance = Acceptance.of(values, num_reqs)
     accept_kernel[(num_reqs,)](
-        plan.rows, sampled, frames.cu_samples, frames.batch.seq_lens,
-        state.token_ids, state.num_tokens, state.num_computed, state.num_drafts,
-        acceptance.token_ids, acceptance.num_tokens, acceptance.num_verified, acceptance.failed,
-        state.token_ids.stride(0), 1 + max_drafts, BLOCK=triton.next_power_of_2(1 + max_drafts), num_warps=1,
-        **COMPILE_OPTIONS,
+        plan.rows, finite, sampled, frames.batch.cu_seqlens_q, frames.cu_samples, frames.batch.seq_lens,
+        state.token_ids, state.num_tokens, state.num_computed, state.num_drafts, state.end,
+        acceptance.token_ids, acceptance.num_tokens, acceptance.num_verified,
+        acceptance.failed, acceptance.failed_position,
+        state.token_ids.stride(0), 1 + max_drafts, BLOCK=triton.next_power_of_2(1 + max_drafts),
+        TOKENS=TOKENS_PER_PROGRAM, num_warps=1, **COMPILE_OPTIONS,
     )  # fmt: skip
     return acceptance
+
+
+def clear_broken(acceptance: Acceptance, batch: Batch, kv_cache: KVCache) -> None:
+    """Leave no KV of requests with broken hidden states: whoever gets their blocks next must not find a NaN."""
+    num_layers, _, _, num_kv_heads, head_dim = kv_cache.key.shape
+    width = num_kv_heads * head_dim
+    clear_broken_kernel[(acceptance.failed.shape[0], num_layers)](
+        acceptance.failed, batch.cu_seqlens_q, batch.slot_mapping, kv_cache.key, kv_cache.value,
+        kv_cache.key.stride(0), WIDTH=width, BLOCK=min(triton.next_power_of_2(width), 1024), **COMPILE_OPTIONS,
+    )  # fmt: skip
 
 
 def gather_frames_reference(state: DeviceRows, plan: PlanColumns) -> FrameBatch:
@@ -335,7 +398,7 @@ def gather_frames_reference(state: DeviceRows, plan: PlanColumns) -> FrameBatch:
     columns = (plan.rows, plan.num_scheduled, plan.num_drafts, plan.reserved)
     for row, num_scheduled, num_drafts, reserved in zip(*(column.tolist() for column in columns), strict=True):
         start, stop, num_samples = 0, 0, 0
-        if row >= 0:
+        if row >= 0 and state.end[row] > 0:
             length, end = int(state.num_tokens[row]), int(state.end[row])
             start = stop = int(state.num_computed[row])
             if reserved == 0:
@@ -371,33 +434,44 @@ def gather_frames_reference(state: DeviceRows, plan: PlanColumns) -> FrameBatch:
 
 
 def accept_drafts_reference(
-    state: DeviceRows, plan: PlanColumns, frames: FrameBatch, sampled: torch.Tensor, *, max_drafts: int
+    state: DeviceRows,
+    plan: PlanColumns,
+    frames: FrameBatch,
+    sampled: torch.Tensor,
+    *,
+    finite: torch.Tensor,
+    max_drafts: int,
 ) -> Acceptance:
     """`accept_drafts` in plain Python, in place on `state`."""
     num_reqs = plan.rows.shape[0]
-    token_ids = torch.full((num_reqs, 1 + max_drafts), -1, dtype=torch.int32)
-    counts = torch.zeros((3, num_reqs), dtype=torch.int32)
-    bounds = frames.cu_samples.tolist()
+    acceptance = Acceptance.of(torch.zeros(num_reqs * (1 + max_drafts + NUM_COUNTS), dtype=torch.int32), num_reqs)
+    acceptance.token_ids.fill_(-1)
+    acceptance.failed_position.fill_(-1)
+    sample_bounds, bounds = frames.cu_samples.tolist(), frames.batch.cu_seqlens_q.tolist()
     for req, row in enumerate(plan.rows.tolist()):
-        samples = sampled[bounds[req] : bounds[req + 1]].tolist()
-        if not samples:
-            if row >= 0:
-                state.num_computed[row] = frames.batch.seq_lens[req]
-            continue
-        length = int(state.num_tokens[row])
-        drafts = state.token_ids[row, length : length + len(samples) - 1].tolist()
+        samples = sampled[sample_bounds[req] : sample_bounds[req + 1]].tolist()
+        seq_len = int(frames.batch.seq_lens[req])
+        length = int(state.num_tokens[row]) if samples else seq_len
+        drafts = state.token_ids[row, length : length + len(samples) - 1].tolist() if samples else []
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == samples[accepted]:
             accepted += 1
         kept = samples[: accepted + 1]
-        state.num_drafts[row] = 0
-        counts[1, req] = len(drafts)
-        if min(kept) < 0:
-            counts[2, req] = 1
+        acceptance.num_verified[req] = len(drafts)
+        if samples:
+            state.num_drafts[row] = 0
+        broken = (finite[bounds[req] : bounds[req + 1]] == 0).nonzero().flatten().tolist()
+        if broken or min(kept, default=0) < 0:
+            acceptance.failed[req] = BROKEN_HIDDEN if broken else BROKEN_LOGITS
+            first = seq_len - (bounds[req + 1] - bounds[req])
+            acceptance.failed_position[req] = first + broken[0] if broken else length + accepted
+            state.end[row] = 0
             continue
-        counts[0, req] = len(kept)
-        token_ids[req, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
-        state.token_ids[row, length : length + len(kept)] = token_ids[req, : len(kept)]
-        state.num_tokens[row] = length + len(kept)
-        state.num_computed[row] = length + len(kept) - 1
-    return Acceptance(token_ids=token_ids, num_tokens=counts[0], num_verified=counts[1], failed=counts[2])
+        if row >= 0:
+            state.num_computed[row] = length + len(kept) - 1 if samples else seq_len
+        if samples:
+            acceptance.num_tokens[req] = len(kept)
+            acceptance.token_ids[req, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+            state.token_ids[row, length : length + len(kept)] = acceptance.token_ids[req, : len(kept)]
+            state.num_tokens[row] = length + len(kept)
+    return acceptance

@@ -1,12 +1,15 @@
-"""One verify step wholly on the device, captured once per padded batch size in a CUDA graph where there is one.
+"""One verify step wholly on the device, captured once per padded batch size in CUDA graphs where there are any.
 
 The host sends a plan (upper bounds and rows) and receives an acceptance; nothing in between waits for a value.
-Decode plans are padded to a fixed ladder of sizes, so that their launches can be recorded and replayed. Chunks,
-resumed rows and devices without graphs run the same body eagerly. Knows nothing of sessions or drafters.
+Decode plans are padded to fixed ladders of sizes, so that their launches can be recorded and replayed. Chunks,
+resumed rows and devices without graphs run the same body eagerly. A step has two halves, the model's forward and
+what is made of its logits: where the host must see logits, only the second half runs eagerly. Knows nothing of
+sessions or drafters.
 """
 
 import bisect
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,14 +17,28 @@ import numpy as np
 import torch
 
 from scheduler.step import Int32Array
+from worker.attention import KVCache
 from worker.batch import Batch
-from worker.kernels.rows import Acceptance, DeviceRows, PlanColumns, accept_drafts, gather_frames
+from worker.kernels.rows import (
+    Acceptance,
+    DeviceRows,
+    FrameBatch,
+    PlanColumns,
+    accept_drafts,
+    clear_broken,
+    gather_frames,
+)
 from worker.kernels.sampling import sample
+from worker.kernels.transfers import to_device
 
 logger = logging.getLogger(__name__)
 
 PADDED_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MIN_GRAPH_LEN = 1024  # contexts are padded to powers of two from here: longer tables cost idle programs
+
+# Called with the logits [num_samples, vocab_size] float32 and the tokens sampled of them [num_samples] int32, which
+# it may change.
+Resample = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Forward(Protocol):
@@ -29,6 +46,10 @@ class Forward(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """[num_tokens, hidden_size]."""
+        ...
+
+    def forward_with_states(self, batch: Batch, layers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`forward`, and what entered these layers: [num_tokens, len(layers) * hidden_size]."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -45,19 +66,45 @@ class HostPlan:
     num_drafts: Int32Array
     reserved: Int32Array
     max_seq_len: int  # no row is longer after this step
+    state_layers: tuple[int, ...] = ()  # of the model: what enters them is wanted
 
 
-class _Key(NamedTuple):
+class Executed(NamedTuple):
+    """What a plan gave. Rows of the acceptance beyond `len(plan.rows)`, and states beyond its tokens, are padding.
+
+    The acceptance belongs to the step until the next plan of the same padded size: copy it in stream order.
+    """
+
+    acceptance: Acceptance
+    states: torch.Tensor  # [num_tokens, len(state_layers) * hidden_size]
+    batch: Batch
+
+
+class _Sizes(NamedTuple):
     """What is fixed in a captured graph."""
 
     num_reqs: int
+    num_tokens: int
+    num_samples: int
     max_seq_len: int
+    state_layers: tuple[int, ...]
 
 
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    columns: torch.Tensor  # [4, num_reqs] int32, the graph's input
-    acceptance: Acceptance  # the graph's output, overwritten by its next replay
+class _Computed(NamedTuple):
+    """The first half of a step."""
+
+    frames: FrameBatch
+    hidden: torch.Tensor  # [num_samples, hidden_size] of the positions to sample
+    finite: torch.Tensor  # [num_tokens] int32, 0 where a token's hidden states are broken
+    states: torch.Tensor  # [num_tokens, len(state_layers) * hidden_size]
+
+
+class _Graphs(NamedTuple):
+    columns: torch.Tensor  # [4, num_reqs] int32, the graphs' input
+    forward: torch.cuda.CUDAGraph
+    computed: _Computed  # output of the first graph and input of the second
+    conclude: torch.cuda.CUDAGraph
+    acceptance: Acceptance  # output of the second, overwritten by its next replay
 
 
 class DeviceStep:
@@ -69,107 +116,153 @@ class DeviceStep:
         state: DeviceRows,
         *,
         max_drafts: int,
+        kv_cache: KVCache | None = None,
         padded_sizes: tuple[int, ...] = PADDED_SIZES,
         use_graphs: bool | None = None,  # None: where the device has them
     ) -> None:
-        self.model = model
+        """kv_cache: the model's, cleared of what broken hidden states left; None: left as it is."""
         self.state = state
         self.max_drafts = max_drafts
         self.device = state.token_ids.device
         self.use_graphs = self.device.type == "cuda" if use_graphs is None else use_graphs
         if self.use_graphs and self.device.type != "cuda":
             raise ValueError(f"CUDA graphs need a CUDA device, not {self.device}")
+        self._kv_cache = kv_cache
         self._padded_sizes = padded_sizes
-        self._graphs: dict[_Key, _Graph | None] = {}  # None: could not be captured
+        self.use(model)
+
+    def use(self, model: Forward) -> None:
+        """Compute with this model from now on: graphs of another one are dropped."""
+        if self.use_graphs:
+            torch.cuda.synchronize(self.device)  # the last replay reads the weights that may go now
+        self.model = model
+        self._graphs: dict[_Sizes, _Graphs | None] = {}  # None: could not be captured
         self._pool = torch.cuda.graph_pool_handle() if self.use_graphs else None  # one: only one graph runs at a time
 
-    def execute(self, plan: HostPlan) -> Acceptance:
-        """Carry out a plan. Its tensors belong to the step until the next plan of the same padded size.
-
-        Rows of the acceptance beyond `len(plan.rows)` are padding.
-        """
-        key = self._decode_key(plan)
-        if key is None:
+    @torch.inference_mode()
+    def execute(self, plan: HostPlan, resample: Resample | None = None) -> Executed:
+        """Carry out a plan."""
+        sizes = self._padded(plan)
+        if sizes is None:
             num_tokens, num_samples = int(plan.num_scheduled.sum()), int(plan.reserved.sum())
-            columns = self._sent(plan, len(plan.rows))
-            return self._body(columns, num_tokens, num_samples, self._padded_len(plan.max_seq_len))
-        columns = self._sent(plan, key.num_reqs)
-        graph = self._graph(key, columns) if self.use_graphs else None
-        if graph is None:
-            return self._decode(columns, key)
-        graph.columns.copy_(columns, non_blocking=True)
-        graph.graph.replay()
-        return graph.acceptance
+            max_seq_len = self._padded_len(plan.max_seq_len)
+            sizes = _Sizes(len(plan.rows), num_tokens, num_samples, max_seq_len, plan.state_layers)
+            graphs, columns = None, self._sent(plan, len(plan.rows))
+        else:
+            columns = self._sent(plan, sizes.num_reqs)
+            graphs = self._captured(sizes) if self.use_graphs else None
+        if graphs is None:
+            computed = self._forward(columns, sizes)
+            return Executed(self._conclude(columns, computed, resample), computed.states, computed.frames.batch)
+        graphs.columns.copy_(columns, non_blocking=True)
+        graphs.forward.replay()
+        if resample is None:
+            graphs.conclude.replay()
+            acceptance = graphs.acceptance
+        else:
+            acceptance = self._conclude(columns, graphs.computed, resample)
+        return Executed(acceptance, graphs.computed.states.clone(), graphs.computed.frames.batch)
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured so far."""
-        return sum(graph is not None for graph in self._graphs.values())
+        """Padded sizes captured so far."""
+        return sum(graphs is not None for graphs in self._graphs.values())
 
-    def _decode_key(self, plan: HostPlan) -> _Key | None:
-        """The graph for this plan, or None if a row may need more than one token and its drafts."""
-        num_reqs = len(plan.rows)
-        is_decode = bool((plan.reserved > 0).all()) and bool((plan.num_scheduled <= 1 + self.max_drafts).all())
-        size = bisect.bisect_left(self._padded_sizes, num_reqs)
-        if not is_decode or size == len(self._padded_sizes):
+    # ---- sizes ----
+
+    def _padded(self, plan: HostPlan) -> _Sizes | None:
+        """The sizes of a decode plan, or None if a row may need more than one token and its drafts."""
+        if not (plan.reserved > 0).all() or int(plan.num_scheduled.max()) > 1 + self.max_drafts:
             return None
-        return _Key(self._padded_sizes[size], self._padded_len(plan.max_seq_len))
+        place = bisect.bisect_left(self._padded_sizes, len(plan.rows))
+        if place == len(self._padded_sizes):
+            return None
+        num_reqs, width = self._padded_sizes[place], self._padded_width(int(plan.num_scheduled.max()))
+        num_tokens = num_reqs * width
+        return _Sizes(num_reqs, num_tokens, num_tokens, self._padded_len(plan.max_seq_len), plan.state_layers)
+
+    def _padded_width(self, num_scheduled: int) -> int:
+        """Tokens of each request: one, and a power of two drafts, or as many as there can be."""
+        if num_scheduled <= 1:
+            return 1
+        return 1 + min(1 << (num_scheduled - 2).bit_length(), self.max_drafts)
 
     def _padded_len(self, max_seq_len: int) -> int:
         capacity = self.state.block_table.shape[1] * self.state.block_size
         return min(max(MIN_GRAPH_LEN, 1 << (max_seq_len - 1).bit_length()), capacity)
 
     def _sent(self, plan: HostPlan, num_reqs: int) -> torch.Tensor:
-        """The plan's columns on the device, [4, num_reqs] int32. A fresh pinned buffer every time: the copy of
-        an earlier step may still be reading the last one."""
+        """The plan's columns on the device, [4, num_reqs] int32."""
         columns = np.zeros((4, num_reqs), np.int32)
         columns[0] = -1
         columns[:, : len(plan.rows)] = (plan.rows, plan.num_scheduled, plan.num_drafts, plan.reserved)
-        host = torch.from_numpy(columns)
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+        return to_device(columns, self.device)
 
-    def _decode(self, columns: torch.Tensor, key: _Key) -> Acceptance:
-        """The body for a decode plan of a padded size."""
-        num_tokens = key.num_reqs * (1 + self.max_drafts)
-        return self._body(columns, num_tokens, num_tokens, key.max_seq_len)
+    # ---- the body: reads no value on the host, but for `resample` ----
 
-    def _body(self, columns: torch.Tensor, num_tokens: int, num_samples: int, max_seq_len: int) -> Acceptance:
-        """Everything a step does on the device. Reads no value on the host."""
-        plan = PlanColumns(rows=columns[0], num_scheduled=columns[1], num_drafts=columns[2], reserved=columns[3])
+    def _forward(self, columns: torch.Tensor, sizes: _Sizes) -> _Computed:
         frames = gather_frames(
-            self.state, plan, num_tokens=num_tokens, num_samples=num_samples, max_seq_len=max_seq_len
+            self.state,
+            _plan(columns),
+            num_tokens=sizes.num_tokens,
+            num_samples=sizes.num_samples,
+            max_seq_len=sizes.max_seq_len,
         )
-        hidden = self.model.forward(frames.batch)
-        sampled = torch.empty(num_samples, dtype=torch.int32, device=self.device)
-        if num_samples:
-            logits = self.model.logits(hidden.index_select(0, frames.batch.logits_indices))
+        if sizes.state_layers:
+            hidden, states = self.model.forward_with_states(frames.batch, sizes.state_layers)
+        else:
+            hidden = self.model.forward(frames.batch)
+            states = hidden[:, :0]
+        finite = torch.isfinite(hidden.sum(dim=1, dtype=torch.float32)).int()
+        return _Computed(frames, hidden.index_select(0, frames.batch.logits_indices), finite, states)
+
+    def _conclude(self, columns: torch.Tensor, computed: _Computed, resample: Resample | None) -> Acceptance:
+        frames, plan = computed.frames, _plan(columns)
+        sampled = torch.empty(frames.sample_rows.shape, dtype=torch.int32, device=self.device)
+        if len(sampled):
+            logits = self.model.logits(computed.hidden)
             sample(logits, frames.sample_rows, frames.sample_positions, self.state.sampling, sampled)
-        return accept_drafts(self.state, plan, frames, sampled, max_drafts=self.max_drafts)
+            if resample is not None:
+                resample(logits, sampled)
+        acceptance = accept_drafts(
+            self.state, plan, frames, sampled, finite=computed.finite, max_drafts=self.max_drafts
+        )
+        if self._kv_cache is not None:
+            clear_broken(acceptance, frames.batch, self._kv_cache)
+        return acceptance
 
     # ---- graphs ----
 
-    def _graph(self, key: _Key, columns: torch.Tensor) -> _Graph | None:
-        """The graph of a key, captured on first use; None where capture failed before."""
-        if key not in self._graphs:
+    def _captured(self, sizes: _Sizes) -> _Graphs | None:
+        """The graphs of these sizes, captured on first use; None where capture failed before."""
+        if sizes not in self._graphs:
             try:
-                self._graphs[key] = self._capture(key, columns)
+                self._graphs[sizes] = self._capture(sizes)
             except RuntimeError as error:
                 # Slower, not wrong: the same body runs eagerly.
-                logger.warning("no CUDA graph for %d requests, running without: %s", key.num_reqs, error)
-                self._graphs[key] = None
-        return self._graphs[key]
+                logger.warning("no CUDA graph for %d requests, running without: %s", sizes.num_reqs, error)
+                self._graphs[sizes] = None
+        return self._graphs[sizes]
 
-    def _capture(self, key: _Key, columns: torch.Tensor) -> _Graph:
-        """Record the body. It runs once before on padding only, so that kernels compile outside the capture
+    def _capture(self, sizes: _Sizes) -> _Graphs:
+        """Record both halves. They run once before on padding only, so that kernels compile outside the capture
         and no row moves."""
-        static = torch.zeros_like(columns)
+        static = torch.zeros((4, sizes.num_reqs), dtype=torch.int32, device=self.device)
         static[0] = -1
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self._decode(static, key)
+            self._conclude(static, self._forward(static, sizes), None)
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            acceptance = self._decode(static, key)
-        return _Graph(graph, static, acceptance)
+        # Another thread of this process may load weights to swap to: its calls must not end the capture.
+        forward, conclude = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            computed = self._forward(static, sizes)
+        with torch.cuda.graph(conclude, pool=self._pool, capture_error_mode="thread_local"):
+            acceptance = self._conclude(static, computed, None)
+        return _Graphs(static, forward, computed, conclude, acceptance)
+
+
+def _plan(columns: torch.Tensor) -> PlanColumns:
+    """[4, num_reqs] int32 by name."""
+    return PlanColumns(rows=columns[0], num_scheduled=columns[1], num_drafts=columns[2], reserved=columns[3])
