@@ -198,7 +198,13 @@ class WorkerActor:
         """The results this plan released. Raises worker.session.StaleSession or StepError."""
         if self._queue is None:
             raise StaleSession(f"worker {self._spec.worker_id} was restarted and has not registered")
-        return self._line.submit(self._queue.offer, plan).result()
+        launched = self._line.submit(self._queue.launch, plan).result()
+        if not launched.pending:
+            return launched.results
+        # Not on the line: while the device carries these out, the next plan is launched there.
+        for step in launched.pending:
+            step.wait()
+        return self._line.submit(self._queue.collect, launched).result()
 
     def current_session(self) -> int | None:
         """The session this process is in."""
@@ -227,7 +233,6 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
     from worker.drafting import build_drafter
     from worker.fingerprint import fingerprint, self_test
     from worker.hf_model import load_any_model
-    from worker.runner import Runner
     from worker.sanitizer import KVSanitizer, is_wanted
 
     if spec.cores is not None:
@@ -247,7 +252,7 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
     )
     checkpoints = checkpoints or Checkpoints()
     checkpoints.begin(model)
-    runner = Runner(
+    runner = _runner_class(spec)(
         worker_id=spec.worker_id,
         model=model,
         drafter=build_drafter(spec.drafts, model, directory, max_num_seqs=spec.max_num_seqs, sanitize=is_wanted()),
@@ -267,6 +272,17 @@ def build(spec: WorkerSpec, checkpoints: Checkpoints | None = None) -> "tuple[Ru
         complaints=tuple(complaints),
     )
     return runner, traits
+
+
+def _runner_class(spec: WorkerSpec) -> "type[Runner]":
+    """Rows on the device where the kernels are that keep them there."""
+    if spec.attention == "triton":
+        from worker.device_runner import DeviceRunner
+
+        return DeviceRunner
+    from worker.runner import Runner
+
+    return Runner
 
 
 def model_directory(spec: WorkerSpec) -> Path:

@@ -71,11 +71,9 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out the next plan of the session. Whatever it raises has broken the session."""
-        assert plan.session == self._session, f"session {plan.session} in session {self._session}"
-        assert plan.step_seq == self._next_step_seq, f"step {plan.step_seq} in place of {self._next_step_seq}"
         started_ns = time.perf_counter_ns()
         idle_ns = 0 if self._ended_ns is None else started_ns - self._ended_ns
-        self._next_step_seq += 1
+        self._count(plan)
         self._prepare(plan)
         frames = self._admit(self._frames(plan))
         step = self._verify(frames, started_ns) if frames else None
@@ -86,12 +84,19 @@ class Runner:
         return self._result(
             plan,
             frames,
+            self._failures(plan.epochs),
             verify_ns=verified_ns - started_ns,
             draft_ns=self._ended_ns - verified_ns,
             idle_ns=idle_ns,
         )
 
     # ---- what the plan says ----
+
+    def _count(self, plan: StepPlan) -> None:
+        """It is the next one."""
+        assert plan.session == self._session, f"session {plan.session} in session {self._session}"
+        assert plan.step_seq == self._next_step_seq, f"step {plan.step_seq} in place of {self._next_step_seq}"
+        self._next_step_seq += 1
 
     def _prepare(self, plan: StepPlan) -> None:
         """Weights, released epochs, arrivals: in this order, before the rows."""
@@ -278,7 +283,14 @@ class Runner:
     # ---- answer ----
 
     def _result(
-        self, plan: StepPlan, frames: list[Frame], *, verify_ns: int, draft_ns: int, idle_ns: int
+        self,
+        plan: StepPlan,
+        frames: list[Frame],
+        failures: dict[int, str],
+        *,
+        verify_ns: int,
+        draft_ns: int,
+        idle_ns: int,
     ) -> StepResult:
         num_tokens = np.zeros(len(plan.rows), np.int32)
         num_verified = np.zeros(len(plan.rows), np.int32)
@@ -301,21 +313,22 @@ class Runner:
             num_tokens=num_tokens,
             num_verified=num_verified,
             token_ids=np.array(token_ids, np.int32),
-            failures=self._failures(plan.epochs),
+            failures=tuple(RowFailure(epoch=epoch, message=message) for epoch, message in failures.items()),
             logprobs=tuple(logprobs),
             verify_ns=verify_ns,
             draft_ns=draft_ns,
             idle_ns=idle_ns,
         )
 
-    def _failures(self, epochs: Int64Array) -> tuple[RowFailure, ...]:
-        failures: list[RowFailure] = []
+    def _failures(self, epochs: Int64Array) -> dict[int, str]:
+        """What this plan's rows failed of, now or earlier: by epoch, in the plan's order."""
+        failures: dict[int, str] = {}
         for epoch in epochs.tolist():
             row = self._rows.get(epoch)
             message = f"epoch {epoch} is not resident on worker {self.worker_id}" if row is None else row.failure
             if message is not None:
-                failures.append(RowFailure(epoch=epoch, message=message))
-        return tuple(failures)
+                failures[epoch] = message
+        return failures
 
 
 def _argmax(logits: torch.Tensor, wants_values: bool) -> tuple[list[int], list[bool], np.ndarray | None]:

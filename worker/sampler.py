@@ -241,6 +241,13 @@ class TokenSampler:
             index = int(kept[np.argmax(scaled[kept] + noise)])
         return index if token_ids is None else int(token_ids[index])
 
+    def processes(self, position: int) -> bool:
+        """Whether min_tokens, logit_bias or penalties may change the logits of this position or a later one."""
+        return self._output_counts is not None or len(self._bias_ids) > 0 or self._holds_back(position)
+
+    def _holds_back(self, position: int) -> bool:
+        return len(self._held_back) > 0 and position - self._num_prompt_tokens < self.sampling.min_tokens
+
     def _process_some(self, logits: Float32Array, position: int, token_ids: Int64Array | None) -> Float64Array:
         """`_process` of the logits of some tokens."""
         if token_ids is None:
@@ -251,11 +258,10 @@ class TokenSampler:
 
     def _process(self, logits: Float32Array, position: int) -> Float32Array | Float64Array:
         """Logits after min_tokens, logit_bias and penalties, in vLLM's order: [vocab_size]."""
-        held_back = position - self._num_prompt_tokens < self.sampling.min_tokens and len(self._held_back)
-        if self._output_counts is None and not held_back and not len(self._bias_ids):
+        if not self.processes(position):
             return logits
         processed = logits.astype(np.float64)
-        if held_back:
+        if self._holds_back(position):
             processed[self._held_back] = -math.inf
         np.add.at(processed, self._bias_ids, self._biases)
         if self._output_counts is not None and self._in_prompt is not None:

@@ -258,9 +258,12 @@ def _source(case: KernelCase, *, is_hip: bool) -> _Source:
             out = "out_token_ids out_num_tokens out_num_verified out_failed out_position"
             step = "plan_rows finite sampled cu_seqlens_q cu_samples seq_lens"
             types = _types([("i32", f"{step} {state} {out}")], "tokens_stride out_stride")
-            constants = {"BLOCK": 8, "TOKENS": rows.TOKENS_PER_PROGRAM}
-            options = {"num_warps": 1, **COMPILE_OPTIONS}
-            return _Source(fn=rows.accept_kernel, types=types, constants=constants, options=options)
+            return _Source(
+                fn=rows.accept_kernel,
+                types=types,
+                constants={"BLOCK": 8, "TOKENS": rows.TOKENS_PER_PROGRAM},
+                options={"num_warps": 1, **COMPILE_OPTIONS},
+            )
         case "clear_broken":
             types = _types(
                 [("i32", "failed cu_seqlens_q"), ("i64", "slot_mapping"), (case.dtype, "key_cache value_cache")],

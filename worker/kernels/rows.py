@@ -13,9 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from scheduler.request import SamplingParams
+from scheduler.step import Int32Array
 from worker.attention import KVCache
 from worker.batch import Batch
 from worker.kernels.sampling import SamplingColumns
+from worker.kernels.transfers import to_device
 from worker.kernels.tuning import COMPILE_OPTIONS
 
 TOKENS_PER_PROGRAM = 128
@@ -57,6 +60,17 @@ class DeviceRows:
             block_size=block_size,
         )
 
+    def seat(
+        self, row: int, token_ids: Int32Array, *, num_computed: int, end: int, sampling: SamplingParams
+    ) -> None:
+        """A request with these confirmed tokens takes a row. Its blocks are written apart."""
+        self.token_ids[row, : len(token_ids)].copy_(to_device(token_ids, self.token_ids.device))
+        self.num_tokens[row] = len(token_ids)
+        self.num_computed[row] = num_computed
+        self.num_drafts[row] = 0
+        self.end[row] = end
+        self.sampling.write(row, sampling)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanColumns:
@@ -80,7 +94,7 @@ class FrameBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Acceptance:
-    """What a step answers, request by request; parts of one stretch of memory, so that one copy takes them to the host."""
+    """What a step answers, request by request. One stretch of memory, so that one copy takes it to the host."""
 
     values: torch.Tensor  # [num_reqs * (1 + max_drafts + NUM_COUNTS)] int32
     token_ids: torch.Tensor  # [num_reqs, 1 + max_drafts], the first num_tokens of each are valid
