@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from worker.attention import KVCache
+from worker.kernels.lookup import look_up, look_up_reference
 from worker.kernels.rows import (
     BROKEN_HIDDEN,
+    Acceptance,
     DeviceRows,
     PlanColumns,
     accept_drafts,
@@ -168,3 +170,28 @@ def test_a_row_with_broken_hidden_states_fails_leaves_zeros_and_computes_nothing
         assert torch.equal(slots.nan_to_num(-1.0), torch.full_like(slots, kept).nan_to_num(-1.0))
     again = gather_frames(state, plan, num_tokens=7, num_samples=1)
     assert again.batch.cu_seqlens_q.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lookup_on_the_device_drafts_what_the_host_s_search_finds(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    num_rows, max_drafts = 12, 5
+    state = DeviceRows.empty(max_num_seqs=num_rows, max_model_len=96, block_size=16, device="cpu")
+    state.token_ids.copy_(torch.from_numpy(generator.integers(0, 3 + seed, state.token_ids.shape)))
+    state.num_tokens.copy_(torch.from_numpy(generator.integers(1, 80, num_rows)))
+    state.end.copy_(state.num_tokens + torch.from_numpy(generator.choice([1, 3, 9], num_rows)))
+    rows = torch.tensor([*generator.permutation(num_rows)[:-1].tolist(), -1], dtype=torch.int32)
+    num_propose = torch.from_numpy(generator.integers(0, 8, num_rows).astype(np.int32))
+    acceptance = Acceptance.zeros(num_rows, max_drafts, "cpu")
+    acceptance.num_tokens.copy_((rows >= 0) & torch.from_numpy(generator.random(num_rows) < 0.9))
+    expected_state, expected = copy.deepcopy(state), copy.deepcopy(acceptance)
+    limits = {"shortest": 1 + seed, "longest": 2 + seed}
+    look_up(state, rows, num_propose, acceptance, **limits)
+    look_up_reference(expected_state, rows, num_propose, expected, **limits)
+    assert acceptance.num_drafts.tolist() == expected.num_drafts.tolist()
+    for drafts, wanted, count in zip(acceptance.draft_ids, expected.draft_ids, expected.num_drafts, strict=True):
+        assert drafts[:count].tolist() == wanted[:count].tolist()
+    for name in ("token_ids", "num_tokens", "num_drafts"):
+        assert torch.equal(getattr(state, name), getattr(expected_state, name)), name
+    assert expected.num_drafts.any()
+    assert not expected.num_drafts.all()

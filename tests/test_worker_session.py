@@ -1,5 +1,8 @@
 """The worker's queue: strict order, repeats answered and not run, acknowledged results gone, one session at a time."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -23,6 +26,48 @@ class Recorder:
         if plan.step_seq == self.fails_at:
             raise RuntimeError("out of memory")
         return StepResult(worker_id="a", session=plan.session, step_seq=plan.step_seq)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step; it is over when the recorder says so."""
+
+    recorder: "Launcher"
+    plan: StepPlan
+
+    @property
+    def is_settled(self) -> bool:
+        return self.plan.step_seq in self.recorder.settled
+
+    def wait(self) -> None:
+        raise AssertionError("a queue does not wait: it is of the steps' thread")
+
+    def result(self) -> StepResult:
+        self.recorder.settled.append(self.plan.step_seq)
+        if self.plan.step_seq == self.recorder.breaks_at:
+            raise RuntimeError("the device is lost")
+        return StepResult(worker_id="a", session=self.plan.session, step_seq=self.plan.step_seq)
+
+
+class Launcher(Recorder):
+    """Launches steps, of which some are over at once."""
+
+    def __init__(self, *, at_once: Sequence[int] = (), breaks_at: int | None = None) -> None:
+        super().__init__()
+        self.launched: list[int] = []
+        self.settled = list(at_once)
+        self.breaks_at = breaks_at
+
+    def launch(self, plan: StepPlan) -> Flight:
+        self.launched.append(plan.step_seq)
+        return Flight(self, plan)
+
+
+def launching(*, at_once: Sequence[int] = (), breaks_at: int | None = None) -> tuple[SessionQueue, Launcher]:
+    launcher = Launcher(at_once=at_once, breaks_at=breaks_at)
+    queue = SessionQueue(launcher)
+    queue.begin(7)
+    return queue, launcher
 
 
 def plan(step_seq: int, *, session: int = 7, acknowledged: int = -1) -> StepPlan:
@@ -137,3 +182,55 @@ def test_a_new_session_begins_with_nothing_of_the_one_before() -> None:
         queue.offer(plan(1))
     assert queue.offer(plan(1, session=9)) == []
     assert answered(queue.offer(plan(0, session=9))) == [0, 1]
+
+
+# ---- steps launched ahead ----
+
+
+def test_a_step_is_launched_before_the_result_of_the_one_before_is_read() -> None:
+    queue, launcher = launching()
+    first, second = queue.launch(plan(0)), queue.launch(plan(1))
+    assert (launcher.launched, launcher.settled) == ([0, 1], [])
+    assert [len(first.pending), len(second.pending)] == [1, 1]
+    assert answered(queue.collect(second)) == [1]
+    assert launcher.settled == [0, 1]  # in order, whoever asks first
+    assert answered(queue.collect(first)) == [0]
+
+
+def test_a_step_that_is_over_at_once_is_answered_at_once() -> None:
+    queue, _ = launching(at_once=(0,))
+    launched = queue.launch(plan(0))
+    assert launched.pending == []
+    assert answered(launched.results) == [0]
+
+
+def test_a_repeat_of_a_launched_plan_waits_for_the_same_step() -> None:
+    queue, launcher = launching()
+    first, again = queue.launch(plan(0)), queue.launch(plan(0))
+    assert first.pending == again.pending
+    assert queue.collect(first) == queue.collect(again)
+    assert launcher.launched == [0]
+
+
+def test_steps_released_together_are_launched_together() -> None:
+    queue, launcher = launching()
+    assert queue.offer(plan(1)) == []
+    assert answered(queue.offer(plan(0))) == [0, 1]
+    assert launcher.launched == [0, 1]
+
+
+def test_a_launched_step_that_breaks_ends_its_session() -> None:
+    queue, _ = launching(breaks_at=0)
+    first, second = queue.launch(plan(0)), queue.launch(plan(1))
+    for launched in (second, first):
+        with pytest.raises(StepError, match="step 0 of session 7 failed: RuntimeError: the device is lost"):
+            queue.collect(launched)
+
+
+def test_what_was_launched_in_an_earlier_session_is_not_collected() -> None:
+    queue, launcher = launching()
+    launched = queue.launch(plan(0))
+    queue.begin(8)
+    with pytest.raises(StaleSession):
+        queue.collect(launched)
+    assert launcher.settled == []

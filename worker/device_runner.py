@@ -1,11 +1,11 @@
 """The runner of a worker whose rows live on the device: what a step confirms is written there by the step itself.
 
-A plan is launched, and its answer read when it is there. Without a drafter the next plan is launched before that:
-every sampling frame returns one token, so lengths are known and no token is needed. What needs the host's eyes is
-waited for within its own step: drafters, who look at confirmed tokens (prompt lookup) or decide by numbers how far
-to draft (models); the KV sanitizer, who hashes tokens; and rows with penalties, logit_bias, min_tokens or
-logprobs, which `worker.sampler` samples in place of the device. Those are counted and told in the log. Answers are
-those of `worker.runner.Runner`, token for token and word for word.
+A plan is launched, and its answer is read when it is there. Without a drafter, or with prompt lookup, which works on
+the device, the next plan is launched before that: until the answer is read a row is known by bounds, as the scheduler
+knows it. What needs the host is waited for within its own step: drafters that are models, or that choose how many
+drafts pay, since they decide by numbers on the host; the KV sanitizer, which hashes tokens; and rows with penalties,
+logit_bias, min_tokens or logprobs, which `worker.sampler` samples in place of the device. Those are counted and told
+in the log. Answers are those of `worker.runner.Runner`, token for token and word for word.
 """
 
 import logging
@@ -19,21 +19,22 @@ import numpy as np
 import torch
 
 from scheduler.step import Arrival, Int32Array, StepPlan, StepResult
-from worker.drafter import Drafter, VerifiedStep
+from worker.drafter import Drafter, NgramDrafter, VerifiedStep
 from worker.frames import Frame
+from worker.kernels.lookup import look_up
 from worker.kernels.rows import BROKEN_HIDDEN, Acceptance, DeviceRows
 from worker.kernels.sampling import FAILED
-from worker.kernels.step import PADDED_SIZES, DeviceStep, Executed, HostPlan, Resample
+from worker.kernels.step import PADDED_SIZES, DeviceStep, Executed, HostPlan, Propose, Resample
 from worker.kernels.transfers import OnItsWay, Write, scatter, to_device
 from worker.model import Model
 from worker.rows import RowState
-from worker.runner import Runner
+from worker.runner import Runner, Standing
 from worker.sampler import verify
 from worker.sanitizer import KVSanitizer
 
 log = logging.getLogger(__name__)
 
-UNREAD = -1  # stands in the host's table for a token that only the device knows yet; no embedding takes it
+UNREAD = -1  # a draft that only the device knows
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,7 +47,7 @@ class LaunchedStep:
     failures: dict[int, str]  # by epoch: of rows that failed before this step or in it
     started_ns: int
     ended_ns: int | None = None
-    is_ahead: bool = False  # its rows were moved on before their tokens were known
+    by_epoch: dict[int, Frame] = field(default_factory=dict)  # its frames
     executed: Executed | None = None  # None: there was nothing to compute
     answer: OnItsWay | None = None  # the values of its Acceptance
     host_sampled: list[tuple[Frame, int]] = field(default_factory=list)  # with the first of its samples
@@ -97,11 +98,17 @@ class DeviceRunner(Runner):
             block_size=self._block_size,
             device=model.device,
         )
+        propose: Propose | None = None
+        if isinstance(drafter, NgramDrafter):
+            shortest, longest = drafter.lengths
+            propose = partial(look_up, self._state, shortest=shortest, longest=longest)
+        self._is_host_drafted = drafter is not None and propose is None
         self._device_step = DeviceStep(
             model,
             self._state,
             max_drafts=self.max_drafts,
             kv_cache=model.kv_cache,
+            propose=propose,
             padded_sizes=(*(size for size in PADDED_SIZES if size < max_num_seqs), max_num_seqs),
         )
         self._nothing = torch.zeros(1, dtype=torch.int32, device=model.device)
@@ -125,21 +132,24 @@ class DeviceRunner(Runner):
         self._count(plan)
         self._prepare(plan)
         if self._pending and any(needs_host(self._rows.get(epoch)) for epoch in plan.epochs.tolist()):
-            # The host must know which samples are whose, and a row that has failed has none.
+            # The host must know the drafts, and which samples are whose: a row that has failed has none.
             self.settle(self._pending[-1])
         frames = self._admit(self._frames(plan))
         scatter(self._state.block_table, self._new_blocks)
         self._new_blocks.clear()
         step = LaunchedStep(
-            runner=self, plan=plan, frames=frames, failures=self._failures(plan.epochs), started_ns=started_ns
+            runner=self,
+            plan=plan,
+            frames=frames,
+            by_epoch={frame.row.epoch: frame for frame in frames},
+            failures=self._failures(plan.epochs),
+            started_ns=started_ns,
         )
         if frames:
             step.executed = self._device_step.execute(self._host_plan(frames), self._resample(step))
         step.answer = OnItsWay(self._nothing if step.executed is None else step.executed.acceptance.values)
         self._pending.append(step)
-        if self.drafter is None and self._sanitizer is None and not step.host_sampled:
-            self._move_on(step)
-        else:
+        if self._is_host_drafted or self._sanitizer is not None or step.host_sampled:
             self.settle(step)
         return step
 
@@ -184,17 +194,20 @@ class DeviceRunner(Runner):
             num_drafts=num_drafts,
             reserved=reserved,
             max_seq_len=max(frame.stop for frame in frames),
+            num_propose=np.array([frame.num_propose for frame in frames], np.int32),
             state_layers=() if self.drafter is None else tuple(self.drafter.state_layers),
         )
 
-    def _move_on(self, step: LaunchedStep) -> None:
-        """Rows of frames without drafts stand where the step will leave them; their tokens are read later."""
-        step.is_ahead = True
-        for frame in step.frames:
-            frame.row.num_computed_tokens = frame.stop
-            if frame.samples:
-                assert not frame.draft_token_ids
-                frame.row.append_tokens([UNREAD])
+    def _standing(self, row: RowState) -> Standing:
+        computed, least, most, drafts = super()._standing(row)
+        for step in self._pending:
+            frame = step.by_epoch.get(row.epoch)
+            if frame is not None and frame.samples:
+                least, most = least + 1, most + frame.num_samples
+                computed, drafts = most - 1, [UNREAD] * self.max_drafts
+            elif frame is not None:
+                computed = frame.stop
+        return Standing(computed, least, most, drafts)
 
     # ---- samples of the host ----
 
@@ -243,14 +256,19 @@ class DeviceRunner(Runner):
         assert step.ended_ns is not None
         if step.executed is not None:
             self._read(step)
-        verified_ns = step.ended_ns if step.is_ahead else time.perf_counter_ns()
-        if step.executed is not None and self.drafter is not None:
-            batch, states = step.executed.batch, step.executed.states
-            verify_ns = verified_ns - step.started_ns
+        verified_ns = ended_ns = step.ended_ns
+        if step.executed is not None and self._is_host_drafted and self.drafter is not None:
+            verified_ns = time.perf_counter_ns()
             self._propose(
-                self.drafter, VerifiedStep(frames=step.frames, batch=batch, states=states, verify_ns=verify_ns)
+                self.drafter,
+                VerifiedStep(
+                    frames=step.frames,
+                    batch=step.executed.batch,
+                    states=step.executed.states,
+                    verify_ns=verified_ns - step.started_ns,
+                ),
             )
-        ended_ns = verified_ns if self.drafter is None else time.perf_counter_ns()
+            ended_ns = time.perf_counter_ns()
         began_ns, before_ns = step.started_ns, self._ended_ns
         self._ended_ns = ended_ns
         if before_ns is not None and before_ns > began_ns:
@@ -266,19 +284,24 @@ class DeviceRunner(Runner):
 
     def _read(self, step: LaunchedStep) -> None:
         """What became of every frame."""
-        assert step.executed is not None
         assert step.answer is not None
-        acceptance = Acceptance.of(step.answer.wait(), step.executed.acceptance.num_tokens.shape[0])
-        columns = (acceptance.token_ids, acceptance.num_tokens, acceptance.failed, acceptance.failed_position)
-        for frame, token_ids, num_tokens, failed, position in zip(
-            step.frames, *(column[: len(step.frames)].tolist() for column in columns), strict=True
+        answer = Acceptance.of(step.answer.wait(), self.max_drafts)
+        columns = (answer.num_tokens, answer.num_verified, answer.failed, answer.failed_position, answer.num_drafts)
+        token_ids, draft_ids = answer.token_ids.numpy(), answer.draft_ids.numpy()
+        for index, (frame, num_tokens, num_verified, failed, position, num_drafts) in enumerate(
+            zip(step.frames, *(column[: len(step.frames)].tolist() for column in columns), strict=True)
         ):
+            row = frame.row
             if failed:
                 self._break(step, frame, failed, position)
             elif num_tokens:
-                self._confirm(step, frame, token_ids[:num_tokens])
-            elif not frame.samples and frame.row.failure is None:
-                frame.row.num_computed_tokens = frame.stop
+                del frame.draft_token_ids[num_verified:]
+                self._confirm(frame, token_ids[index, :num_tokens].tolist(), draft_ids[index, :num_drafts].tolist())
+            elif row.failure is None and not frame.samples:
+                row.num_computed_tokens = frame.stop
+            elif row.failure is None and row.num_tokens < row.end:
+                self._fail(row, f"more tokens to compute than the {frame.stop - frame.start} scheduled")
+                step.failures[row.epoch] = str(row.failure)
 
     def _break(self, step: LaunchedStep, frame: Frame, failed: int, position: int) -> None:
         """The row has failed, on the device already; so it has for every step launched since."""
@@ -293,13 +316,13 @@ class DeviceRunner(Runner):
         for waiting in (step, *self._pending):
             waiting.failures[row.epoch] = row.failure
 
-    def _confirm(self, step: LaunchedStep, frame: Frame, token_ids: list[int]) -> None:
+    def _confirm(self, frame: Frame, token_ids: list[int], draft_token_ids: list[int]) -> None:
         row, frame.token_ids = frame.row, token_ids
-        if not step.is_ahead:
+        if self._rows.get(row.epoch) is row:  # else it is gone, and its place in the table is another's
             row.num_computed_tokens = row.num_tokens + len(token_ids) - 1
             row.append_tokens(token_ids)
-        elif self._rows.get(row.epoch) is row:  # else the row is another's by now
-            row.table.token_ids[row.row, frame.stop : frame.stop + 1] = token_ids
+            if draft_token_ids:
+                row.hold_drafts(draft_token_ids)
 
     def _propose(self, drafter: Drafter, step: VerifiedStep) -> None:
         super()._propose(drafter, step)

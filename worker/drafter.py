@@ -121,6 +121,11 @@ class NgramDrafter(Drafter):
         self._min = prompt_lookup_min
         self._max = prompt_lookup_max
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Of the shortest and the longest copy that it looks for."""
+        return self._min, self._max
+
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         """Per row at most `num_propose` tokens."""
         self.match_lengths = []

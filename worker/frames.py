@@ -18,7 +18,10 @@ from worker.sampler import TokenLogprobs
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Frame:
-    """One row of a step, by true positions: it computes tokens `start`..`stop - 1`, drafts last."""
+    """One row of a step, by true positions: it computes tokens `start`..`stop - 1`, drafts last.
+
+    Of a step launched before the one before has answered: by the highest positions that they can be.
+    """
 
     index: int  # into the plan's rows
     row: RowState

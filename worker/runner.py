@@ -7,6 +7,7 @@ sessions' repeats and gaps (worker.session does), Ray or gRPC.
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,15 @@ from worker.model import Model
 from worker.rows import RowState, RowTable
 from worker.sampler import Verified, verify
 from worker.sanitizer import KVSanitizer, KVViolation
+
+
+class Standing(NamedTuple):
+    """Where a row stands, as far as that is known before the steps under way have answered."""
+
+    num_computed_tokens: int  # before the last of `most_tokens`, unless nothing is under way
+    least_tokens: int
+    most_tokens: int
+    draft_token_ids: list[int]  # as many as there may be
 
 
 class Runner:
@@ -152,19 +162,20 @@ class Runner:
         self, index: int, row: RowState, num_scheduled: int, num_drafts: int, reserved: int, num_propose: int
     ) -> Frame | None:
         """The frame by true positions, or None for a row that has reached its end. Raises ValueError."""
-        start = row.num_computed_tokens
-        drafts: list[int] = []
+        start, least, most, drafts = self._standing(row)
         if reserved == 0:
-            stop = start + num_scheduled
-            if stop >= row.num_tokens:
-                raise ValueError(f"a chunk of {num_scheduled} reaches token {row.num_tokens}, but reserves none")
+            stop, drafts = start + num_scheduled, []
+            if stop >= most:
+                raise ValueError(f"a chunk of {num_scheduled} reaches token {most}, but reserves none")
         else:
-            if row.num_tokens >= row.end:
+            if least >= row.end:
                 return None
-            drafts = row.draft_token_ids[: max(min(num_drafts, row.end - row.num_tokens - 1), 0)]
-            stop = row.num_tokens + len(drafts)
+            drafts = drafts[: max(min(num_drafts, row.end - least - 1), 0)]
+            stop = most + len(drafts)
             if stop - start > num_scheduled:
                 raise ValueError(f"{stop - start} tokens to compute, {num_scheduled} scheduled")
+            beyond = max(stop - (row.end - 1), 0)
+            start, stop = start - beyond, stop - beyond
         if stop > row.num_blocks * self._block_size:
             raise ValueError(f"{row.num_blocks} blocks of {self._block_size} cannot hold {stop} tokens")
         return Frame(
@@ -176,6 +187,10 @@ class Runner:
             samples=reserved > 0,
             num_propose=num_propose,
         )
+
+    def _standing(self, row: RowState) -> Standing:
+        """Where the row stands when the next step begins."""
+        return Standing(row.num_computed_tokens, row.num_tokens, row.num_tokens, row.draft_token_ids)
 
     def _fail(self, row: RowState, error: Exception | str) -> None:
         row.failure = f"request {row.request_id}: {error}"

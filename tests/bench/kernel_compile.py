@@ -21,7 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from worker.kernels import attention, rows, sampling, store
+from worker.kernels import attention, lookup, rows, sampling, store
 from worker.kernels.tuning import COMPILE_OPTIONS, attention_tiles
 
 TARGETS = {
@@ -120,9 +120,8 @@ def all_cases() -> list[KernelCase]:
     groups = [KernelCase(kernel="paged_attention", group=group, query_len=5) for group in (1, 3, 8, 16)]
     combines = [KernelCase(kernel="combine_splits", head_dim=head_dim) for head_dim in HEAD_DIMS]
     stores = [KernelCase(kernel="store_kv", dtype=dtype) for dtype in DTYPES]
-    others = [
-        KernelCase(kernel=name) for name in ("sample", "frame_lengths", "gather_tokens", "gather_samples", "accept")
-    ]
+    steps = ("sample", "frame_lengths", "gather_tokens", "gather_samples", "accept", "lookup")
+    others = [KernelCase(kernel=name) for name in steps]
     others += [KernelCase(kernel="clear_broken", dtype=dtype) for dtype in DTYPES]
     return [*attention_cases, *variants, *groups, *combines, *stores, *others]
 
@@ -264,6 +263,11 @@ def _source(case: KernelCase, *, is_hip: bool) -> _Source:
                 constants={"BLOCK": 8, "TOKENS": rows.TOKENS_PER_PROGRAM},
                 options={"num_warps": 1, **COMPILE_OPTIONS},
             )
+        case "lookup":
+            state = "row_token_ids num_tokens num_drafts end"
+            pointers = f"plan_rows num_propose num_returned {state} out_draft_ids out_num_drafts"
+            types = _types([("i32", pointers)], "shortest longest max_drafts tokens_stride")
+            return _Source(fn=lookup.lookup_kernel, types=types, constants={"BLOCK": 8, "TILE": lookup.TILE})
         case "clear_broken":
             types = _types(
                 [("i32", "failed cu_seqlens_q"), ("i64", "slot_mapping"), (case.dtype, "key_cache value_cache")],

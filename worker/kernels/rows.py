@@ -24,7 +24,7 @@ from worker.kernels.tuning import COMPILE_OPTIONS
 TOKENS_PER_PROGRAM = 128
 BROKEN_LOGITS, BROKEN_HIDDEN = 1, 2  # how a row can fail: what was not finite
 _BROKEN_LOGITS, _BROKEN_HIDDEN = tl.constexpr(BROKEN_LOGITS), tl.constexpr(BROKEN_HIDDEN)
-NUM_COUNTS = 4  # of an answer, beside its tokens
+NUM_COUNTS = 5  # of an answer, beside its tokens and drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,18 +96,31 @@ class FrameBatch:
 class Acceptance:
     """What a step answers, request by request. One stretch of memory, so that one copy takes it to the host."""
 
-    values: torch.Tensor  # [num_reqs * (1 + max_drafts + NUM_COUNTS)] int32
+    values: torch.Tensor  # [num_reqs * (1 + 2 * max_drafts + NUM_COUNTS)] int32
     token_ids: torch.Tensor  # [num_reqs, 1 + max_drafts], the first num_tokens of each are valid
+    draft_ids: torch.Tensor  # [num_reqs, max_drafts], the first num_drafts of each are pending now
     num_tokens: torch.Tensor  # [num_reqs], accepted + 1; 0: chunk, ended, padding or failed
     num_verified: torch.Tensor  # [num_reqs]
     failed: torch.Tensor  # [num_reqs], BROKEN_LOGITS of an accepted position, BROKEN_HIDDEN states, or 0
     failed_position: torch.Tensor  # [num_reqs], the first that broke
+    num_drafts: torch.Tensor  # [num_reqs], proposed by the device for the next step
 
     @classmethod
-    def of(cls, values: torch.Tensor, num_reqs: int) -> "Acceptance":
+    def of(cls, values: torch.Tensor, max_drafts: int) -> "Acceptance":
         """The parts of `values`, on the device or copied from there."""
-        token_ids, counts = values.split((values.numel() - NUM_COUNTS * num_reqs, NUM_COUNTS * num_reqs))
-        return cls(values, token_ids.view(num_reqs, -1), *counts.view(NUM_COUNTS, num_reqs))
+        num_reqs = values.numel() // (1 + 2 * max_drafts + NUM_COUNTS)
+        tokens, drafts, counts = values.split(
+            (num_reqs * (1 + max_drafts), num_reqs * max_drafts, num_reqs * NUM_COUNTS)
+        )
+        return cls(
+            values, tokens.view(num_reqs, -1), drafts.view(num_reqs, max_drafts), *counts.view(NUM_COUNTS, num_reqs)
+        )
+
+    @classmethod
+    def zeros(cls, num_reqs: int, max_drafts: int, device: torch.device | str) -> "Acceptance":
+        """Nothing accepted, nothing drafted."""
+        size = num_reqs * (1 + 2 * max_drafts + NUM_COUNTS)
+        return cls.of(torch.zeros(size, dtype=torch.int32, device=device), max_drafts)
 
 
 @triton.jit
@@ -156,7 +169,8 @@ def frame_lengths_kernel(
     chunk = tl.load(plan_scheduled + req, mask=exists, other=0)
 
     drafts = tl.maximum(tl.minimum(tl.minimum(pending, planned), last - length - 1), 0)
-    lives = samples & (length < last)
+    # More than was scheduled would not fit into the batch: such a row computes nothing, and the host sees it.
+    lives = samples & (length < last) & (length + drafts - start <= chunk)
     query_len = tl.where(lives, length + drafts - start, tl.where(exists & (samples == 0), chunk, 0))
     num_samples = tl.where(lives, 1 + drafts, 0)
     tl.store(seq_lens + req, start + query_len, mask=inside)
@@ -380,9 +394,8 @@ def accept_drafts(
 
     finite: [num_tokens] int32, 0 where a token's hidden states are broken.
     """
-    num_reqs, device = plan.rows.shape[0], plan.rows.device
-    values = torch.empty(num_reqs * (1 + max_drafts + NUM_COUNTS), dtype=torch.int32, device=device)
-    acceptance = Acceptance.of(values, num_reqs)
+    num_reqs = plan.rows.shape[0]
+    acceptance = Acceptance.zeros(num_reqs, max_drafts, plan.rows.device)
     accept_kernel[(num_reqs,)](
         plan.rows, finite, sampled, frames.batch.cu_seqlens_q, frames.cu_samples, frames.batch.seq_lens,
         state.token_ids, state.num_tokens, state.num_computed, state.num_drafts, state.end,
@@ -419,7 +432,8 @@ def gather_frames_reference(state: DeviceRows, plan: PlanColumns) -> FrameBatch:
                 stop = start + num_scheduled
             elif length < end:
                 drafts = max(min(int(state.num_drafts[row]), num_drafts, end - length - 1), 0)
-                stop, num_samples = length + drafts, 1 + drafts
+                if length + drafts - start <= num_scheduled:
+                    stop, num_samples = length + drafts, 1 + drafts
         for position in range(start, stop):
             block = int(state.block_table[row, position // state.block_size])
             slot = block * state.block_size + position % state.block_size
@@ -458,7 +472,7 @@ def accept_drafts_reference(
 ) -> Acceptance:
     """`accept_drafts` in plain Python, in place on `state`."""
     num_reqs = plan.rows.shape[0]
-    acceptance = Acceptance.of(torch.zeros(num_reqs * (1 + max_drafts + NUM_COUNTS), dtype=torch.int32), num_reqs)
+    acceptance = Acceptance.zeros(num_reqs, max_drafts, "cpu")
     acceptance.token_ids.fill_(-1)
     acceptance.failed_position.fill_(-1)
     sample_bounds, bounds = frames.cu_samples.tolist(), frames.batch.cu_seqlens_q.tolist()

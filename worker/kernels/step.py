@@ -39,6 +39,9 @@ MIN_GRAPH_LEN = 1024  # contexts are padded to powers of two from here: longer t
 # Called with the logits [num_samples, vocab_size] float32 and the tokens sampled of them [num_samples] int32, which
 # it may change.
 Resample = Callable[[torch.Tensor, torch.Tensor], None]
+# Called with the rows [num_reqs] int32 (-1: padding), the most drafts wanted of each [num_reqs] int32, and what was
+# accepted, into which it writes its drafts. Part of the graphs: it may read no value on the host.
+Propose = Callable[[torch.Tensor, torch.Tensor, Acceptance], None]
 
 
 class Forward(Protocol):
@@ -66,6 +69,7 @@ class HostPlan:
     num_drafts: Int32Array
     reserved: Int32Array
     max_seq_len: int  # no row is longer after this step
+    num_propose: Int32Array | None = None  # drafts for the next step, at most; None: none
     state_layers: tuple[int, ...] = ()  # of the model: what enters them is wanted
 
 
@@ -100,7 +104,7 @@ class _Computed(NamedTuple):
 
 
 class _Graphs(NamedTuple):
-    columns: torch.Tensor  # [4, num_reqs] int32, the graphs' input
+    columns: torch.Tensor  # [5, num_reqs] int32, the graphs' input
     forward: torch.cuda.CUDAGraph
     computed: _Computed  # output of the first graph and input of the second
     conclude: torch.cuda.CUDAGraph
@@ -117,10 +121,14 @@ class DeviceStep:
         *,
         max_drafts: int,
         kv_cache: KVCache | None = None,
+        propose: Propose | None = None,
         padded_sizes: tuple[int, ...] = PADDED_SIZES,
         use_graphs: bool | None = None,  # None: where the device has them
     ) -> None:
-        """kv_cache: the model's, cleared of what broken hidden states left; None: left as it is."""
+        """kv_cache: the model's, cleared of what broken hidden states left; None: left as it is.
+
+        propose: drafts on the device at the end of each step; None: nobody does.
+        """
         self.state = state
         self.max_drafts = max_drafts
         self.device = state.token_ids.device
@@ -128,6 +136,7 @@ class DeviceStep:
         if self.use_graphs and self.device.type != "cuda":
             raise ValueError(f"CUDA graphs need a CUDA device, not {self.device}")
         self._kv_cache = kv_cache
+        self._propose = propose
         self._padded_sizes = padded_sizes
         self.use(model)
 
@@ -192,10 +201,12 @@ class DeviceStep:
         return min(max(MIN_GRAPH_LEN, 1 << (max_seq_len - 1).bit_length()), capacity)
 
     def _sent(self, plan: HostPlan, num_reqs: int) -> torch.Tensor:
-        """The plan's columns on the device, [4, num_reqs] int32."""
-        columns = np.zeros((4, num_reqs), np.int32)
+        """The plan's columns on the device, [5, num_reqs] int32."""
+        columns = np.zeros((5, num_reqs), np.int32)
         columns[0] = -1
-        columns[:, : len(plan.rows)] = (plan.rows, plan.num_scheduled, plan.num_drafts, plan.reserved)
+        columns[:4, : len(plan.rows)] = (plan.rows, plan.num_scheduled, plan.num_drafts, plan.reserved)
+        if plan.num_propose is not None:
+            columns[4, : len(plan.rows)] = plan.num_propose
         return to_device(columns, self.device)
 
     # ---- the body: reads no value on the host, but for `resample` ----
@@ -229,6 +240,8 @@ class DeviceStep:
         )
         if self._kv_cache is not None:
             clear_broken(acceptance, frames.batch, self._kv_cache)
+        if self._propose is not None:
+            self._propose(plan.rows, columns[4], acceptance)
         return acceptance
 
     # ---- graphs ----
@@ -247,7 +260,7 @@ class DeviceStep:
     def _capture(self, sizes: _Sizes) -> _Graphs:
         """Record both halves. They run once before on padding only, so that kernels compile outside the capture
         and no row moves."""
-        static = torch.zeros((4, sizes.num_reqs), dtype=torch.int32, device=self.device)
+        static = torch.zeros((5, sizes.num_reqs), dtype=torch.int32, device=self.device)
         static[0] = -1
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -264,5 +277,5 @@ class DeviceStep:
 
 
 def _plan(columns: torch.Tensor) -> PlanColumns:
-    """[4, num_reqs] int32 by name."""
+    """The first of [5, num_reqs] int32 by name."""
     return PlanColumns(rows=columns[0], num_scheduled=columns[1], num_drafts=columns[2], reserved=columns[3])
