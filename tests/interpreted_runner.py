@@ -4,19 +4,29 @@ its own, under Triton's interpreter."""
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Event, Semaphore
 
 import numpy as np
+import pytest
 import torch
 
+from cluster.config import ServeConfig, SpeculativeConfig
 from cluster.engine import Engine
+from cluster.sizing import size
 from scheduler.events import CacheReset, Cancelled, PreemptRequested, SchedulerConfig, SwapRequested
 from scheduler.request import FinishReason, SamplingParams
 from scheduler.step import StepPlan, StepResult
 from tests.oracle import ToyModel
+from tests.tiny_model import save_tiny_model
+from worker.actor import WorkerActor, WorkerSpec
 from worker.batch import Batch
 from worker.device_runner import DeviceRunner, LaunchedStep
 from worker.drafter import Drafter, NgramDrafter
+from worker.drafting import build_drafter
+from worker.model import load_model
 from worker.rows import RowState
 from worker.runner import Runner
 from worker.sanitizer import KVSanitizer
@@ -242,3 +252,58 @@ def assert_a_full_day(taken: Sequence[tuple[StepPlan, StepResult]], engine: Engi
     assert any(result.logprobs for _, result in taken)
     reasons = {output.finish_reason for output in engine.outputs.values()}
     assert reasons > {FinishReason.LENGTH, FinishReason.ERROR}
+
+
+def test_a_worker_takes_the_next_plan_while_the_device_carries_out_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_SANITIZE_KV", "0")
+    save_tiny_model(tmp_path)
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    config = ServeConfig(device="cpu", attention="triton", dtype="float32", max_model_len=64, speculative=speculative)
+    config = replace(config, max_num_seqs=2, num_gpu_blocks_override=8, threads=1)
+    [spec] = size(config, tmp_path).workers
+    taken = answered_by_the_host(spec, tmp_path)
+
+    waiting, over = Semaphore(0), Event()
+    wait = LaunchedStep.wait
+
+    def wait_for_a_slow_device(step: LaunchedStep) -> None:
+        waiting.release()
+        assert over.wait(60)
+        wait(step)
+
+    monkeypatch.setattr(LaunchedStep, "wait", wait_for_a_slow_device)
+    worker = WorkerActor(spec)
+    worker.register(1)
+    with ThreadPoolExecutor(2) as calls:
+        offers = []
+        for plan, _ in taken[:2]:
+            offers.append(calls.submit(worker.offer, plan))
+            assert waiting.acquire(timeout=60)  # it is launched, and its answer is waited for
+        assert not any(offer.done() for offer in offers)
+        over.set()
+    results = [result for offer in offers for result in offer.result()]
+    results += [result for plan, _ in taken[2:] for result in worker.offer(plan)]
+    for result, (_, expected) in zip(results, taken, strict=True):
+        same(replace(result, worker_id="a"), expected)
+
+
+def answered_by_the_host(spec: WorkerSpec, directory: Path) -> list[tuple[StepPlan, StepResult]]:
+    """Two short requests on the host's runner, over the same kernels."""
+    model = load_model(
+        directory, dtype=torch.float32, device="cpu", attention="triton", num_blocks=8, block_size=spec.block_size
+    )
+    runner = RecordingRunner(
+        worker_id="a",
+        model=model,
+        drafter=build_drafter(spec.drafts, model, directory, max_num_seqs=2, sanitize=False),
+        max_num_seqs=2,
+        sanitizer=None,
+    )
+    runner.taken = []
+    engine = Engine([runner], SchedulerConfig(block_size=spec.block_size, max_model_len=64, max_drafts=2))
+    engine.submit([5, 9, 5, 9, 5], SamplingParams(temperature=0.0), 5)
+    engine.submit([7, 7, 7], SamplingParams(temperature=0.8, seed=3), 4)
+    engine.run()
+    return runner.taken
