@@ -292,26 +292,29 @@ class DeviceRunner(Runner):
             zip(step.frames, *(column[: len(step.frames)].tolist() for column in columns), strict=True)
         ):
             row = frame.row
+            if row.epoch in step.failures:
+                continue
             if failed:
-                self._break(step, frame, failed, position)
+                self._break(step, row, self._why(step, frame, failed, position))
             elif num_tokens:
                 del frame.draft_token_ids[num_verified:]
                 self._confirm(frame, token_ids[index, :num_tokens].tolist(), draft_ids[index, :num_drafts].tolist())
-            elif row.failure is None and not frame.samples:
+            elif not frame.samples:
                 row.num_computed_tokens = frame.stop
-            elif row.failure is None and row.num_tokens < row.end:
-                self._fail(row, f"more tokens to compute than the {frame.stop - frame.start} scheduled")
-                step.failures[row.epoch] = str(row.failure)
+            elif row.num_tokens < row.end:
+                self._break(step, row, f"more tokens to compute than the {frame.stop - frame.start} scheduled")
 
-    def _break(self, step: LaunchedStep, frame: Frame, failed: int, position: int) -> None:
-        """The row has failed, on the device already; so it has for every step launched since."""
-        row = frame.row
-        if failed == BROKEN_HIDDEN:
-            self._fail(row, f"the hidden state at position {position} is not finite")
-            if self._sanitizer is not None:
-                self._sanitizer.unwrite(row, frame.stop)
-        else:
-            self._fail(row, step.errors.get(row.epoch, f"the logits for position {position} are not finite"))
+    def _why(self, step: LaunchedStep, frame: Frame, failed: int, position: int) -> Exception | str:
+        """What broke a row on the device."""
+        if failed != BROKEN_HIDDEN:
+            return step.errors.get(frame.row.epoch, f"the logits for position {position} are not finite")
+        if self._sanitizer is not None:
+            self._sanitizer.unwrite(frame.row, frame.stop)
+        return f"the hidden state at position {position} is not finite"
+
+    def _break(self, step: LaunchedStep, row: RowState, error: Exception | str) -> None:
+        """The row has failed; so it has for every step launched since."""
+        self._fail(row, error)
         assert row.failure is not None
         for waiting in (step, *self._pending):
             waiting.failures[row.epoch] = row.failure
