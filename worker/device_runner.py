@@ -115,6 +115,11 @@ class DeviceRunner(Runner):
         self._new_blocks: list[Write] = []
         self._pending: deque[LaunchedStep] = deque()  # launched and not settled, in order
 
+    @property
+    def num_graphs(self) -> int:
+        """Padded sizes captured in CUDA graphs so far."""
+        return self._device_step.num_graphs
+
     def begin_session(self, session: int) -> None:
         """Forget every row and every step; the pool counts as empty."""
         super().begin_session(session)

@@ -19,8 +19,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from cluster.engine import Engine
+from scheduler.events import SchedulerConfig
 from tests.bench.device_streams import DeviceStreams, host_stream, tiny_config, tiny_requests
 from tests.kernel_batches import PagedBatch, paged_batch
+from worker.device_runner import DeviceRunner
+from worker.drafter import NgramDrafter
 from worker.kernels.attention import (
     AttentionLaunch,
     AttentionShape,
@@ -34,7 +38,7 @@ from worker.kernels.sampling import SamplingColumns, sample, sample_reference
 from worker.kernels.step import DeviceStep, HostPlan
 from worker.kernels.store import store_kv, store_kv_reference
 from worker.kernels.tuning import SPLIT_SIZE, AttentionTiles, attention_tiles
-from worker.model import ModelConfig, random_model
+from worker.model import Model, ModelConfig, random_model
 
 BUDGET_S = 450.0  # sections that have not begun by then are skipped
 SWEPT_TILES = ((32, 4, 2), (32, 4, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2))
@@ -158,6 +162,7 @@ def run(*, dry: bool, as_json: bool = False) -> int:
         check_store,
         check_samples,
         check_streams,
+        check_runner,
         time_attention,
         time_contexts,
         time_against_sdpa,
@@ -258,12 +263,7 @@ def check_streams(sizes: Sizes, report: Report) -> None:
     """A small random float32 model end to end: device rows, chunks, spoiled drafts, against the CPU."""
     generator = np.random.default_rng(5)
     requests = tiny_requests(sizes.num_requests, generator, max_tokens=4 if sizes.device == "cpu" else 24)
-    host, device = (
-        random_model(
-            tiny_config(), seed=3, dtype=torch.float32, device=place, attention=attention, num_blocks=64, block_size=16
-        )
-        for place, attention in (("cpu", "cpu"), (sizes.device, "triton"))
-    )
+    host, device = _tiny_models(sizes)
     expected = [host_stream(host, request) for request in requests]
     for use_graphs in (False, True) if sizes.device == "cuda" else (False,):
         streams = DeviceStreams(
@@ -279,6 +279,42 @@ def check_streams(sizes: Sizes, report: Report) -> None:
         detail = f"{equal} of {len(requests)} equal, {streams.num_accepted} of {streams.num_verified} drafts accepted"
         # float32 sums differ in their last bits between devices: a near tie may fall the other way.
         report.check(name, equal >= len(requests) - len(requests) // 4, f"{detail}, {streams.num_graphs} graphs")
+
+
+def check_runner(sizes: Sizes, report: Report) -> None:
+    """What a worker runs, under the product's scheduler: drafts looked up on the device, a row sampled by the host."""
+    max_tokens = 4 if sizes.device == "cpu" else 24
+    requests = tiny_requests(sizes.num_requests, np.random.default_rng(6), max_tokens=max_tokens)
+    requests[0] = replace(requests[0], sampling=replace(requests[0].sampling, repetition_penalty=1.2))
+    host, device = _tiny_models(sizes)
+    runner = DeviceRunner(
+        worker_id="device",
+        model=device,
+        drafter=NgramDrafter(max_drafts=sizes.num_drafts, prompt_lookup_min=1),
+        max_num_seqs=4,
+        sanitizer=None,
+    )
+    engine = Engine([runner], SchedulerConfig(max_model_len=device.max_model_len, max_drafts=sizes.num_drafts))
+    ids = [engine.submit(request.prompt, request.sampling, request.max_tokens) for request in requests]
+    outputs = engine.run()
+    equal = sum(
+        outputs[request_id].token_ids == host_stream(host, request)
+        for request_id, request in zip(ids, requests, strict=True)
+    )
+    detail = f"{equal} of {len(requests)} equal, {runner.num_host_sampled} frames sampled by the host"
+    name = "streams of a worker's runner, device against CPU"
+    report.check(name, equal >= len(requests) - len(requests) // 4, f"{detail}, {runner.num_graphs} graphs")
+
+
+def _tiny_models(sizes: Sizes) -> tuple[Model, Model]:
+    """The same random weights on the CPU and on the device, float32."""
+    host, device = (
+        random_model(
+            tiny_config(), seed=3, dtype=torch.float32, device=place, attention=attention, num_blocks=64, block_size=16
+        )
+        for place, attention in (("cpu", "cpu"), (sizes.device, "triton"))
+    )
+    return host, device
 
 
 # ---- times ----
