@@ -240,30 +240,26 @@ def _tile_panels(
     if isinstance(kind, np.int8) and num_rows <= FEW_ROWS:
         _few_rows(x, weight, scale, bias, out, num_rows, in_features, out_features, sums, widened, first, last)
     else:
-        amx.configure(configurations + min(num_rows, ROW_BLOCK) * amx.CONFIG_BYTES)
+        num_blocks = max(-(-num_rows // ROW_BLOCK), 1)
+        block = max(-(-num_rows // num_blocks), 1)
+        amx.configure(configurations + block * amx.CONFIG_BYTES)
         for panel in range(first, last):
             columns = weight + panel * PANEL * in_features * _item_size(kind)
             if isinstance(kind, np.int8):
                 _widen_panel(columns, widened, in_features)
                 columns = widened
-            _tile_panel(x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel)
+            _tile_panel(x, columns, scale, bias, out, num_rows, block, in_features, out_features, sums, panel)
         amx.release()
     v.heed_denormals(sums)
 
 
 @njit(cache=True, nogil=True)
-def _tile_panel(
-    x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel
-):  # fmt: skip
-    """All rows by one panel; tiles are configured for the first block of rows, and are left so."""
-    for row in range(0, num_rows, ROW_BLOCK):
-        count = min(num_rows - row, ROW_BLOCK)
-        if row > 0 and count < ROW_BLOCK:
-            amx.configure(configurations + count * amx.CONFIG_BYTES)
-        _tile_products(x + row * in_features * 2, columns, sums, count, in_features)
-        _write_sums(sums, scale, bias, out, row, count, panel * PANEL, out_features)
-    if num_rows > ROW_BLOCK and num_rows % ROW_BLOCK > 0:
-        amx.configure(configurations + ROW_BLOCK * amx.CONFIG_BYTES)
+def _tile_panel(x, columns, scale, bias, out, num_rows, block, in_features, out_features, sums, panel):
+    """All rows by one panel, in blocks of one size: to configure tiles anew costs more than a few rows twice."""
+    for start in range(0, num_rows, block):
+        row = min(start, num_rows - block)
+        _tile_products(x + row * in_features * 2, columns, sums, block, in_features)
+        _write_sums(sums, scale, bias, out, row, block, panel * PANEL, out_features)
 
 
 @njit(cache=True, nogil=True)
@@ -627,3 +623,24 @@ def find_rivals(scaled, limit, position, key_low, key_high, found):
                     found[count] = start + i
                     count += 1
     return count
+
+
+@njit(cache=True, nogil=True)
+def latest_match(token_ids, longest, told):
+    """Where the continuation of the longest, then latest, earlier copy of the last tokens [n] int32 begins; 0: none.
+
+    Copies are told apart by their last `longest` tokens. Also how many tokens before it are the last ones, up to told.
+    """
+    num_tokens = len(token_ids)
+    start = best = 0
+    for end in range(num_tokens - 1, 0, -1):
+        length = 0
+        while length < min(longest, end) and token_ids[end - 1 - length] == token_ids[num_tokens - 1 - length]:
+            length += 1
+        if length > best:
+            start, best = end, length
+            if length == longest:
+                break
+    while 0 < best < min(told, start) and token_ids[start - 1 - best] == token_ids[num_tokens - 1 - best]:
+        best += 1
+    return start, best
