@@ -528,27 +528,30 @@ NUM_ADDRESSES = WINDOW + 1
 
 @njit(cache=True, nogil=True)
 def run_layers(
-    kind, layers, first, last, residual, addend, cos, sin, num_rows, hidden_size, intermediate_size, num_heads,
-    num_kv_heads, head_dim, eps, items, parts, num_parts, slots, block_table, table_width, block_size, scale,
-    attention_scratch, scratch_floats, most_keys, configurations, tile_memory, normed, qkv, attended, projected,
-    gate_up, gated, num_threads,
+    kind, layers, first, last, residual, addend, cos, sin, num_rows, num_tokens, hidden_size, intermediate_size,
+    num_heads, num_kv_heads, head_dim, eps, items, parts, num_parts, slots, block_table, table_width, block_size, scale,
+    attention_scratch, scratch_floats, most_keys, configurations, tile_memory, inputs, input_size, normed, qkv,
+    attended, projected, gate_up, gated, num_threads,
 ):  # fmt: skip
     """Decoder layers first..last - 1 of a bfloat16 model on AMX tiles: what `worker.model.Layer` does, without Python.
 
     kind: of the weights. residual [rows, hidden] float32 is added to in place; addend [rows, hidden] is what the
-    layer before has to add, and then what the last one has. The buffers from `normed` on hold a step's rows.
+    layer before has to add, and then what the last one has. Rows from num_tokens on are padding, without a slot.
+    inputs [rows, input_size]: what the first product reads in place of the residual's norm; 0: there are none. The
+    buffers from `normed` on hold a step's rows.
     """
     turned, size = num_heads + num_kv_heads, (num_heads + 2 * num_kv_heads) * head_dim
     key, value = qkv + num_heads * head_dim * 2, qkv + turned * head_dim * 2
     for index in range(first, last):
         layer = layers + index * NUM_ADDRESSES * 8
-        add_norm(
-            BFLOAT16, residual, addend if index > 0 else 0, _address(layer, INPUT_NORM), normed, num_rows,
-            hidden_size, eps,
-        )  # fmt: skip
+        if inputs == 0:
+            add_norm(
+                BFLOAT16, residual, addend if index > 0 else 0, _address(layer, INPUT_NORM), normed, num_rows,
+                hidden_size, eps,
+            )  # fmt: skip
         tile_linear(
-            kind, normed, _address(layer, QKV), _address(layer, QKV_SCALE), _address(layer, QKV_BIAS), qkv, num_rows,
-            hidden_size, size, configurations, tile_memory, num_threads,
+            kind, normed if inputs == 0 else inputs, _address(layer, QKV), _address(layer, QKV_SCALE),
+            _address(layer, QKV_BIAS), qkv, num_rows, input_size, size, configurations, tile_memory, num_threads,
         )  # fmt: skip
         query_norm, key_norm = _address(layer, QUERY_NORM), _address(layer, KEY_NORM)
         if query_norm != 0:
@@ -556,7 +559,7 @@ def run_layers(
             norm_heads(BFLOAT16, key, size, num_rows, num_kv_heads, head_dim, key_norm, eps)
         rotate(BFLOAT16, qkv, size, num_rows, turned, head_dim, cos, sin)
         key_pool, value_pool = _address(layer, KEY_POOL), _address(layer, VALUE_POOL)
-        store_kv(BFLOAT16, key, value, size, size, slots, num_rows, num_kv_heads * head_dim, key_pool, value_pool)
+        store_kv(BFLOAT16, key, value, size, size, slots, num_tokens, num_kv_heads * head_dim, key_pool, value_pool)
         attend_parts(
             BFLOAT16, items, parts, num_parts, qkv, size, key_pool, value_pool, block_table, table_width, attended,
             block_size, num_heads, num_kv_heads, head_dim, _address(layer, WINDOW), scale, attention_scratch,

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from scheduler.step import Int32Array
 from worker.attention import CpuAttention, KVCache
 from worker.batch import Batch
+from worker.compiled_layers import PARTS, CompiledLayers, LayerParts
 from worker.drafter import Drafter, VerifiedStep, draft_tokens
 from worker.eagle3_checkpoint import HeadConfig, read_head
 from worker.frames import Frame, gather_batch
@@ -27,7 +28,7 @@ from worker.hf_model import read_shared
 from worker.linear import padded_rows
 from worker.model import Model, attention_backend, fused
 from worker.operators import RMSNorm, rotate, silu_mul
-from worker.products import dense
+from worker.products import TileLinear, dense
 from worker.rope import Rope
 from worker.rows import RowState
 
@@ -83,9 +84,19 @@ class Eagle3Head:
         self._gate_up = product("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")
         self._down = product("layers.0.mlp.down_proj")
         self._norm, self._head = needed("norm"), product("lm_head")
+        self._compiled = self._compile()
         self._pads_rows = any(
             linear.pads_rows for linear in (self._fc, self._qkv, self._output, self._gate_up, self._down, self._head)
         )
+
+    def _compile(self) -> CompiledLayers | None:
+        linears = dict(zip(PARTS, (self._qkv, self._output, self._gate_up, self._down), strict=True))
+        tiles = {name: linear for name, linear in linears.items() if isinstance(linear, TileLinear)}
+        if len(tiles) < len(linears) or not isinstance(self.attention, CpuAttention):
+            return None
+        norms = (self._query_norm, self._key_norm) if self._query_norm and self._key_norm else None
+        layer = LayerParts(tiles, None, self._mlp_norm, norms)
+        return CompiledLayers([layer], self.config, input_size=self._qkv.in_features)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states [n, num_states * target_hidden_size] as what the layer reads: [n, hidden_size]."""
@@ -99,15 +110,22 @@ class Eagle3Head:
     def forward(self, features: torch.Tensor, batch: Batch) -> torch.Tensor:
         """One pair per token of the batch; [n, hidden_size] features of the next position. Writes the head's KV."""
         num_tokens = batch.token_ids.shape[0]
-        padding = padded_rows(num_tokens) - num_tokens if self._pads_rows else 0
+        positions, token_ids = batch.positions, batch.token_ids
+        if self._pads_rows:
+            padding = padded_rows(num_tokens) - num_tokens
+            positions, token_ids = F.pad(positions, (0, padding)), F.pad(token_ids, (0, padding))
+            features = F.pad(features, (0, 0, 0, padding))
         self.attention.prepare(batch)
-        cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
-        embedded = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding)
-        features = F.pad(features, (0, 0, 0, padding))
+        cos, sin = self.rope(positions)
+        embedded = F.embedding(token_ids, self._embedding)
         normed = self._hidden_norm(features)
         residual = (normed if self.config.norm_before_residual else features).float()
-        qkv = self._qkv(torch.cat((self._embedding_norm(embedded), normed), -1))
-        residual = residual + self._output(self._attend(qkv, cos, sin, batch))
+        inputs = torch.cat((self._embedding_norm(embedded), normed), -1)
+        if self._compiled is not None and isinstance(self.attention, CpuAttention):
+            addend = torch.empty(features.shape, dtype=self.dtype)
+            self._compiled.run(0, 1, residual, addend, cos, sin, self.attention, inputs)
+            return residual.add_(addend)[:num_tokens].to(self.dtype)
+        residual = residual + self._output(self._attend(self._qkv(inputs), cos, sin, batch))
         residual = residual + self._down(silu_mul(self._gate_up(self._mlp_norm(residual))))
         return residual[:num_tokens].to(self.dtype)
 
