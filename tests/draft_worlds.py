@@ -79,13 +79,15 @@ class World:
     tokens: float = 0.0
     choices: list[Choice] = field(default_factory=list)
     asleep: list[bool] = field(default_factory=list)  # the model, by step
+    lookup_asleep: list[bool] = field(default_factory=list)
 
     def run(self, fixed: tuple[int, int] | None, num_steps: int = 1000) -> "World":
         """fixed: source and K of every row and step; None: adaptive. Lookup comes first in a fixed mixture (2, K)."""
         rng = random.Random(self.seed)
         policy = AdaptiveDrafts(StepCosts({n: 1e6 * ms for n, ms in self.costs.items()}), self.max_drafts)
         seats = [Seat(dataclasses.replace(row_of(1, 2, 3), row=i, epoch=1 + i)) for i in range(self.num_rows)]
-        self.ms, self.tokens, self.choices, self.asleep = 0.0, 0.0, [], []
+        self.ms, self.tokens = 0.0, 0.0
+        self.choices, self.asleep, self.lookup_asleep = [], [], []
         for step in range(num_steps):
             verified = self._verify(rng, seats, step)
             if fixed is None:
@@ -93,6 +95,8 @@ class World:
             self._begin_anew(policy, seats)
             for seat in seats:
                 self._look_up(rng, seat, step)
+                if fixed is None and policy.sleeps[LOOKUP]:
+                    seat.found = []
             self._draft(rng, policy, seats, step, fixed)
         return self
 
@@ -150,11 +154,14 @@ class World:
         fixed: tuple[int, int] | None,
     ) -> None:  # fmt: skip
         quality = self.model(step)
-        self.asleep.append(policy.model_sleeps)
-        if fixed is None and policy.model_sleeps:
+        self.asleep.append(policy.sleeps[MODEL])
+        self.lookup_asleep.append(policy.sleeps[LOOKUP])
+        if fixed is None and policy.sleeps[MODEL]:
             quality = None
         available = [(len(seat.found), 0 if quality is None else self.max_drafts) for seat in seats]
-        if fixed is None:
+        if fixed is None and all(policy.sleeps):
+            choice = [(MODEL, 0)] * len(seats)
+        elif fixed is None:
             rows = [seat.row for seat in seats]
             choice = policy.choose(rows, available, [seat.length if seat.found else 0 for seat in seats])
         else:

@@ -16,6 +16,7 @@ from worker.drafter import VerifiedStep
 from worker.frames import Frame
 from worker.mixture import LOOKUP, MODEL
 from worker.model import ModelConfig, random_model
+from worker.rest import Rest
 from worker.rows import RowState
 from worker.step_costs import StepCosts, measure_costs
 
@@ -124,12 +125,44 @@ def test_a_model_that_pays_never_sleeps_and_a_load_that_halves_wakes_one() -> No
     policy = AdaptiveDrafts(StepCosts({n: 1e6 * ms for n, ms in FLAT.items()}), 8)
     rows = [dataclasses.replace(row_of(1, 2, 3), row=i, epoch=1 + i) for i in range(8)]
     policy.choose(rows, [(0, 8)] * 8, [0] * 8)
-    while not policy.model_sleeps:
+    while not policy.sleeps[MODEL]:
         policy.observe(decoded([(row, 0, 0) for row in rows], 20.0))
     policy.observe(decoded([(row, 0, 0) for row in rows[:5]], 18.0))
-    assert policy.model_sleeps
+    assert policy.sleeps[MODEL]
     policy.observe(decoded([(row, 0, 0) for row in rows[:4]], 16.0))
-    assert not policy.model_sleeps
+    assert not policy.sleeps[MODEL]
+
+
+def test_lookup_that_brings_nothing_is_left_alone_most_of_the_time_and_finds_a_copy_soon() -> None:
+    world = World(
+        costs=STEEP, num_rows=16, lookup=lambda step: BAD if step < 600 else COPY, found_share=0.5
+    ).run(None, 900)  # fmt: skip
+    assert np.mean(world.lookup_asleep[200:600]) > 0.5
+    drafts = [sum(count for _, count in choice) for choice in world.choices]
+    costs_nothing = World(costs=FLAT, num_rows=16, lookup=always(COPY), found_share=0.5).run(None, 300)
+    assert not any(costs_nothing.lookup_asleep)
+    assert np.mean(drafts[200:600]) < 0.2
+
+
+def test_a_source_rests_when_what_it_brought_was_not_worth_what_it_cost() -> None:
+    rest = Rest(least_gain=0.02, first_trial=8, trial=4, first_sleep=10, most_sleep=20)
+
+    def run(num_steps: int, num_rows: int, gain: float) -> list[bool]:
+        asleep = []
+        for _ in range(num_steps):
+            rest.brought(gain)
+            rest.step(num_rows, num_rows)
+            asleep.append(rest.is_asleep)
+        return asleep
+
+    assert run(8, 1, 0.1) == [False] * 8  # a tenth of the tokens
+    assert run(8, 1, 0.0) == [False] * 7 + [True]
+    assert run(10, 1, 0.0) == [True] * 9 + [False]
+    assert run(4, 1, 0.0) == [False] * 3 + [True]  # later trials are shorter, sleeps longer
+    assert run(15, 1, 0.0) == [True] * 14 + [False]
+    assert run(4, 1, 0.1) == [False] * 4  # it pays again
+    assert run(8, 1, -1.0) == [False] * 7 + [True]  # from the beginning
+    assert run(9, 1, 0.0) == [True] * 9
 
 
 def test_where_drafts_neither_help_nor_hurt_the_choice_does_not_flap() -> None:
@@ -255,6 +288,21 @@ def test_a_machine_that_slows_down_is_not_blamed_on_the_size_in_use() -> None:
 def test_drafting_costs_are_those_of_the_nearest_number_of_rows() -> None:
     costs = StepCosts({1: 1000.0})
     assert costs.draft_ns(4) == 100.0
+    costs.drafted(1, 1, 50_000)
+    assert costs.draft_ns(4) == 100.0  # the first of all warms up
     costs.drafted(1, 4, 400)
     costs.drafted(16, 2, 600)
     assert (costs.draft_ns(1), costs.draft_ns(2), costs.draft_ns(30)) == (100.0, 100.0, 300.0)
+
+
+def test_a_first_draft_that_took_long_is_not_believed_for_long() -> None:
+    costs = StepCosts({1: 1000.0})
+    costs.drafted(1, 1, 100)
+    for took in (5000, 400, 100, 100):
+        costs.drafted(1, 1, took)
+    assert costs.draft_ns(1) == 100.0
+    costs.drafted(1, 1, 5000)  # disturbed by something else
+    assert costs.draft_ns(1) < 110.0
+    for _ in range(60):
+        costs.drafted(1, 1, 200)
+    assert costs.draft_ns(1) == pytest.approx(200, rel=0.05)

@@ -72,15 +72,13 @@ def written_out(sketch: Sketch) -> WrittenOut:
 
 
 class Watched(Drafter):
-    """Compares every proposal with the head's drafts from scratch."""
-
-    drop_last_hit_block = True
+    """Compares every proposal with the head's drafts from scratch, but for rows of one step that part after a block."""
 
     def __init__(self, drafter: Eagle3Drafter, reference: WrittenOut, sketch: Sketch) -> None:
         self.max_drafts, self.state_layers = drafter.max_drafts, drafter.state_layers
         self._drafter, self._reference, self._layers = drafter, reference, sketch.state_layers
         self._alone = with_pool(target(), BLOCK, 16)
-        self.num_compared = self.num_gaps = 0
+        self.num_compared = self.num_gaps = self.num_parted = 0
 
     def begin_session(self) -> None:
         self._drafter.begin_session()
@@ -101,11 +99,23 @@ class Watched(Drafter):
                 assert drafts == []
                 continue
             assert len(drafts) == min(wanted, self.max_drafts)
+            if any(_part(row, other) for other, count in zip(rows, num_propose, strict=True) if count):
+                self.num_parted += 1
+                continue
             states = true_states(self._alone, token_ids[:-1], self._layers)[first:]
             token_ids = token_ids[first:]
             assert drafts == self._reference.drafts(states, token_ids, len(drafts)), row.request_id
             self.num_compared += len(drafts)
         return proposed
+
+
+def _part(row: RowState, other: RowState) -> bool:
+    """Whether they share a block and go on with different tokens after it."""
+    shared = set(row.block_ids.tolist()) & set(other.block_ids.tolist())
+    if not shared:
+        return False
+    end = BLOCK * len(shared)  # they are the first ones of both
+    return end < min(row.num_tokens, other.num_tokens) and row.token_ids[end] != other.token_ids[end]
 
 
 def engine_of(
@@ -177,7 +187,7 @@ def test_drafts_are_as_from_scratch_after_chunks_hits_preemptions_and_resets(tmp
         return watched[0]
 
     engine, runner = engine_of(drafter, num_blocks=20, budget=24)
-    assert runner.drop_last_hit_block
+    assert not runner.drop_last_hit_block
     shared = prompt_of(7, 48)
     for index in range(10):
         prompt = shared[: (48, 32, 33)[index % 3]] + prompt_of(index, index % 4)
@@ -193,6 +203,7 @@ def test_drafts_are_as_from_scratch_after_chunks_hits_preemptions_and_resets(tmp
     assert stats.prefix_cache_hits > 0
     assert stats.num_preemptions
     assert watched[0].num_compared > 100
+    assert watched[0].num_parted > 0
     alone = with_pool(target(), BLOCK, 16)
     for output in outputs.values():
         assert output.finish_reason is FinishReason.LENGTH, output.finish
@@ -250,13 +261,68 @@ def test_a_block_that_its_owner_left_without_pairs_is_not_taken_for_the_one_befo
     assert watched[0].num_gaps > 3
 
 
-def test_trap_27_the_last_block_of_a_hit_is_dropped(tmp_path: Path) -> None:
-    engine, _ = engine_of(lambda model: Eagle3Drafter(head_of(PLAIN, tmp_path, model), max_drafts=3))
-    prompt = prompt_of(7, 48)
-    for _ in range(2):
-        engine.submit(prompt, GREEDY, 4)
+class Kept(Eagle3Drafter):
+    """Remembers each request's blocks."""
+
+    blocks: dict[str, list[int]]
+
+    def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
+        for row in rows:
+            self.blocks[row.request_id] = row.block_ids.tolist()
+        return super().propose(rows, num_propose)
+
+    def last_pair(self, request_id: str, index: int) -> torch.Tensor:
+        """The key of the last pair of one of its blocks."""
+        return self._head.kv_cache.key[0, self.blocks[request_id][index], -1].clone()
+
+
+def engine_that_keeps(directory: Path) -> tuple[Engine, Kept]:
+    kept: list[Kept] = []
+
+    def drafter(model: Model) -> Kept:
+        kept.append(Kept(head_of(PLAIN, directory, model), max_drafts=3))
+        kept[0].blocks = {}
+        return kept[0]
+
+    engine, _ = engine_of(drafter)
+    return engine, kept[0]
+
+
+def pair_of_one_alone(directory: Path, prompt: list[int]) -> torch.Tensor:
+    engine, kept = engine_that_keeps(directory)
+    engine.submit(prompt, GREEDY, 8, "alone")
+    engine.run()
+    return kept.last_pair("alone", 2)
+
+
+def test_trap_27_the_last_pair_of_a_hit_is_made_anew_for_a_row_that_goes_on_with_another_token(tmp_path: Path) -> None:
+    """So the last block of a hit need not be dropped."""
+    engine, kept = engine_that_keeps(tmp_path)
+    pairs = []
+    for index, next_token in enumerate((5, 6, 5)):
+        engine.submit([*prompt_of(7, 48), next_token], GREEDY, 8, f"r{index}")
         engine.run()
-    assert engine.scheduler.stats().prefix_cache_hits == 16
+        pairs.append(kept.last_pair(f"r{index}", 2))
+        alone = pair_of_one_alone(tmp_path, [*prompt_of(7, 48), next_token])
+        torch.testing.assert_close(pairs[-1], alone, atol=1e-5, rtol=1e-4)
+    assert engine.scheduler.stats().prefix_cache_hits == 2 * 48
+    assert not torch.allclose(pairs[0], pairs[1], atol=1e-2)
+
+
+def test_a_row_makes_a_pair_anew_when_one_that_parted_from_it_there_has_gone(tmp_path: Path) -> None:
+    engine, kept = engine_that_keeps(tmp_path)
+    engine.submit([*prompt_of(7, 48), 5], GREEDY, 60, "a")
+    while not engine.outputs["a"].token_ids:
+        engine.step()
+    own = kept.last_pair("a", 2)
+    engine.submit([*prompt_of(7, 48), 6], GREEDY, 4, "b")
+    others = []
+    while engine.outputs["b"].finish is None:
+        engine.step()
+        others.append(not torch.allclose(kept.last_pair("a", 2), own, atol=1e-2))
+    assert any(others)
+    engine.run()
+    torch.testing.assert_close(kept.last_pair("a", 2), own)
 
 
 def test_no_block_is_allocated_for_a_head(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 In each step the drafts of all rows are ranked by the chance that they are accepted, and as many are made as
 bring more tokens than their time is worth, at the rate at which tokens come now. While a model drafts, it is asked
 to stop where its certainty says so. What is not drafted is probed from a budget: a share of the time, and what
-probes bring. A model that brings next to nothing sleeps for a while, so that nobody pays for what it must be shown.
+probes bring. A source that brings next to nothing sleeps for a while (worker.rest), so that nobody pays for asking.
 A policy: it never changes a stream, only when its tokens come.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +25,7 @@ from worker.draft_chances import (
 )
 from worker.drafter import VerifiedStep
 from worker.mixture import LOOKUP, MODEL
+from worker.rest import Rest
 from worker.rows import RowState
 from worker.step_costs import StepCosts
 
@@ -35,11 +36,6 @@ RATE_FORGET: Final = 0.97  # of what one step says of tokens per time
 PROBE_SHARE: Final = 0.006  # of the time
 UNDECIDED: Final = -1
 PROBE_AFTER: Final = 8  # steps without a draft of a source before one is tried
-MODEL_SHARE: Final = 0.05  # of all tokens: a model that brings fewer sleeps
-FIRST_AWAKE: Final = 128  # steps in which it must show what it can
-AWAKE_STEPS: Final = 32  # later: to see states, to draft from them and to be judged
-FIRST_SLEEP: Final = 96  # steps; longer every time
-MOST_SLEEP: Final = 768
 
 
 @dataclass(slots=True, eq=False)
@@ -69,11 +65,12 @@ class AdaptiveDrafts:
         self._num_sampling = 1  # rows of it that return tokens
         self._tokens, self._elapsed_ns = 0.0, 0.0  # of the last steps that only decoded
         self._probe_ns = 0.0  # budget
-        self._model_tokens = 0.0  # of those, drafted by the model
-        self.model_sleeps = False
-        self._rested = 0  # steps since it fell asleep or woke
-        self._awake_steps, self._next_sleep = FIRST_AWAKE, FIRST_SLEEP
-        self._rows_at_sleep = 0
+        self._rests = (
+            # LOOKUP: what it takes to look is not charged; a copy may begin at any time.
+            Rest(least_gain=0.01, first_trial=64, trial=64, first_sleep=64, most_sleep=128),
+            # MODEL: after a gap it must see states before it can draft.
+            Rest(least_gain=0.0, first_trial=256, trial=32, first_sleep=96, most_sleep=768),
+        )
         self._more: list[float] = [0.0]  # tokens that so many more to verify in the next step are worth
         self._num_judged = 0  # depths that a model was judged at in this step
 
@@ -86,49 +83,52 @@ class AdaptiveDrafts:
         """An epoch has left this worker."""
         self._plans.pop(epoch, None)
 
+    @property
+    def sleeps(self) -> tuple[bool, ...]:
+        """By source: whether it is left alone in the next step."""
+        return tuple(rest.is_asleep for rest in self._rests)
+
     # ---- what happened ----
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from a step's acceptances and from its time."""
-        num_tokens = num_drafts = num_sampling = num_outputs = num_of_model = 0
-        is_decode = True
+        num_tokens = num_once = num_sampling = num_outputs = 0
+        num_drafts, num_accepted = [0] * NUM_SOURCES, [0] * NUM_SOURCES
+        is_decode, rests = True, all(self.sleeps)
         for frame in step.frames:
             count, num_verified = frame.stop - frame.start, len(frame.draft_token_ids)
             num_tokens += count
-            # A prompt, or the last piece of one, which comes once.
+            # Else a prompt, or the last piece of one.
             is_decode &= bool(frame.token_ids) and count == 1 + num_verified
             if frame.token_ids:
-                num_drafts += count - 1
+                num_once += count - 1
                 num_sampling += 1
                 num_outputs += len(frame.token_ids)
-                plan = self._plans.get(frame.row.epoch)
+                plan = None if rests and not num_verified else self._plans.get(frame.row.epoch)
                 if plan is not None:
                     self._note(plan, frame.row.row, num_verified, len(frame.token_ids) - 1)
-                    num_of_model += (len(frame.token_ids) - 1) * (plan.source == MODEL)
+                    num_drafts[plan.source] += num_verified
+                    num_accepted[plan.source] += len(frame.token_ids) - 1
         if num_sampling:
             self._num_sampling = num_sampling
-            self._num_tokens = num_tokens - num_drafts
+            self._num_tokens = num_tokens - num_once
             if is_decode:
                 self.costs.verified(num_tokens, step.verify_ns)
                 self._tokens = RATE_FORGET * self._tokens + num_outputs
-                self._model_tokens = RATE_FORGET * self._model_tokens + num_of_model
-                self._rest(num_sampling)
                 self._elapsed_ns = RATE_FORGET * self._elapsed_ns + step.verify_ns
                 self._probe_ns = min(self._probe_ns + PROBE_SHARE * step.verify_ns, step.verify_ns)
+                self._charge(num_drafts, num_accepted)
+                for rest in self._rests:
+                    rest.step(num_sampling, num_outputs)
 
-    def _rest(self, num_rows: int) -> None:
-        """Whether the model sleeps from now on. A load that halves wakes it: what did not pay then may now."""
-        self._rested += 1
-        if self.model_sleeps:
-            if self._rested >= self._next_sleep or 2 * num_rows <= self._rows_at_sleep:
-                self.model_sleeps, self._rested = False, 0
-                self._next_sleep = min(self._next_sleep * 3 // 2, MOST_SLEEP)
-        elif self._model_tokens >= MODEL_SHARE * self._tokens:
-            self._awake_steps, self._next_sleep = FIRST_AWAKE, FIRST_SLEEP
-            self._rested = 0
-        elif self._rested >= self._awake_steps:
-            self.model_sleeps, self._rested, self._rows_at_sleep = True, 0, num_rows
-            self._awake_steps = AWAKE_STEPS
+    def _charge(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """What each source brought, for its share of the time that verifying drafts took."""
+        if not any(num_drafts):
+            return
+        bare, full = self.costs.verify_ns(self._num_tokens + np.array([0.0, float(sum(num_drafts))])).tolist()
+        each = self._rate() * (full - bare) / sum(num_drafts)
+        for rest, drafted, accepted in zip(self._rests, num_drafts, num_accepted, strict=True):
+            rest.brought(accepted - each * drafted)
 
     def _note(self, plan: RowPlan, row: int, num_verified: int, num_accepted: int) -> None:
         dropped = plan.dropped if num_verified == len(plan.words) else None
@@ -142,7 +142,8 @@ class AdaptiveDrafts:
         plan.is_probe = False
 
     def drafted(self, num_drafts: Sequence[int], elapsed_ns: int) -> None:
-        """The model took so long to draft so many tokens for each of its rows."""
+        """The model took so long to draft so many tokens for each of its rows; none: to keep up with them."""
+        self._rests[MODEL].brought(-self._rate() * elapsed_ns)
         depth = max(self._num_judged, *num_drafts) if num_drafts else 0
         if depth > 0:
             self.costs.drafted(len(num_drafts), depth, elapsed_ns)
@@ -185,14 +186,16 @@ class AdaptiveDrafts:
         self, rows: Sequence[RowState], plans: Sequence[RowPlan], available: Sequence[tuple[int, int]],
         words: Sequence[int],
     ) -> list[tuple[int, int]]:  # fmt: skip
-        index, each = np.array([row.row for row in rows], np.int64), np.arange(len(rows))
-        options = np.minimum(np.array(available, np.int64), self._max_drafts)  # [n, NUM_SOURCES]
+        offered = [index for index, most in enumerate(available) if any(most)]
+        chosen = [(MODEL, 0)] * len(rows)
+        index, each = np.array([rows[i].row for i in offered], np.int64), np.arange(len(offered))
+        options = np.minimum(np.array([available[i] for i in offered], np.int64), self._max_drafts)  # [n, NUM_SOURCES]
         log_odds = self._chances.log_odds[index]
-        log_odds[:, LOOKUP] += self._chances.lifts[LOOKUP, words][:, None]
+        log_odds[:, LOOKUP] += self._chances.lifts[LOOKUP, [words[i] for i in offered]][:, None]
         reached = (1.0 / (1.0 + np.exp(-log_odds))).cumprod(2)
         reached[self._depths >= options[:, :, None]] = 0.0
         rate = self._rate()
-        sizes = self._num_tokens + np.arange(1.0 + max(int(options.max(1).sum()), len(rows) * self._max_drafts))
+        sizes = self._num_tokens + np.arange(1.0 + len(rows) * self._max_drafts)
         verify_ns = self.costs.verify_ns(sizes)
         worth: Float64Array = rate * (verify_ns - verify_ns[0])
         self._more = worth.tolist()
@@ -201,15 +204,15 @@ class AdaptiveDrafts:
         reached = reached[each, source]
         most = options[each, source]
         wanted = self._best(source, reached, most, worth, rate)
-        before = np.array([plan.num_drafts for plan in plans])[each, source]
+        before = np.array([plans[i].num_drafts for i in offered])[each, source]
         before = np.where(before == UNDECIDED, wanted, np.minimum(before, most))
         gain = self._value(wanted, source, reached, worth, rate) - self._value(before, source, reached, worth, rate)
         if gain < (MORE if wanted.sum() > before.sum() else LESS) * np.count_nonzero(wanted != before):
             wanted = before
-        chosen = list(zip(source.tolist(), wanted.tolist(), strict=True))
-        for plan, (kind, count) in zip(plans, chosen, strict=True):
-            plan.num_drafts[kind] = count
-        self._probe(plans, available, chosen, values, rate)
+        for i, kind, count in zip(offered, source.tolist(), wanted.tolist(), strict=True):
+            chosen[i] = kind, count
+            plans[i].num_drafts[kind] = count
+        self._probe(plans, available, chosen, dict(zip(offered, values.tolist(), strict=True)), rate)
         return chosen
 
     def _values(self, reached: Float64Array, options: IntArray, rate: float) -> Float64Array:
@@ -257,7 +260,7 @@ class AdaptiveDrafts:
 
     def _probe(
         self, plans: Sequence[RowPlan], available: Sequence[tuple[int, int]], chosen: list[tuple[int, int]],
-        values: Float64Array, rate: float,
+        values: Mapping[int, Sequence[float]], rate: float,
     ) -> None:  # fmt: skip
         """Try one draft of what was not tried for longest, if the budget has what that is expected to cost."""
         untried = [
@@ -271,7 +274,7 @@ class AdaptiveDrafts:
             return
         cost = self._more[1] / rate + (self.costs.draft_ns(1) if source == MODEL else 0.0)
         if chosen[index][1]:
-            cost += max(float(values[index, chosen[index][0]]), 0.0) / rate
+            cost += max(values[index][chosen[index][0]], 0.0) / rate
         if cost <= self._probe_ns:
             self._probe_ns -= cost
             chosen[index] = (source, 1)

@@ -240,30 +240,26 @@ def _tile_panels(
     if isinstance(kind, np.int8) and num_rows <= FEW_ROWS:
         _few_rows(x, weight, scale, bias, out, num_rows, in_features, out_features, sums, widened, first, last)
     else:
-        amx.configure(configurations + min(num_rows, ROW_BLOCK) * amx.CONFIG_BYTES)
+        num_blocks = max(-(-num_rows // ROW_BLOCK), 1)
+        block = max(-(-num_rows // num_blocks), 1)
+        amx.configure(configurations + block * amx.CONFIG_BYTES)
         for panel in range(first, last):
             columns = weight + panel * PANEL * in_features * _item_size(kind)
             if isinstance(kind, np.int8):
                 _widen_panel(columns, widened, in_features)
                 columns = widened
-            _tile_panel(x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel)
+            _tile_panel(x, columns, scale, bias, out, num_rows, block, in_features, out_features, sums, panel)
         amx.release()
     v.heed_denormals(sums)
 
 
 @njit(cache=True, nogil=True)
-def _tile_panel(
-    x, columns, scale, bias, out, num_rows, in_features, out_features, configurations, sums, panel
-):  # fmt: skip
-    """All rows by one panel; tiles are configured for the first block of rows, and are left so."""
-    for row in range(0, num_rows, ROW_BLOCK):
-        count = min(num_rows - row, ROW_BLOCK)
-        if row > 0 and count < ROW_BLOCK:
-            amx.configure(configurations + count * amx.CONFIG_BYTES)
-        _tile_products(x + row * in_features * 2, columns, sums, count, in_features)
-        _write_sums(sums, scale, bias, out, row, count, panel * PANEL, out_features)
-    if num_rows > ROW_BLOCK and num_rows % ROW_BLOCK > 0:
-        amx.configure(configurations + ROW_BLOCK * amx.CONFIG_BYTES)
+def _tile_panel(x, columns, scale, bias, out, num_rows, block, in_features, out_features, sums, panel):
+    """All rows by one panel, in blocks of one size: to configure tiles anew costs more than a few rows twice."""
+    for start in range(0, num_rows, block):
+        row = min(start, num_rows - block)
+        _tile_products(x + row * in_features * 2, columns, sums, block, in_features)
+        _write_sums(sums, scale, bias, out, row, block, panel * PANEL, out_features)
 
 
 @njit(cache=True, nogil=True)
@@ -532,27 +528,30 @@ NUM_ADDRESSES = WINDOW + 1
 
 @njit(cache=True, nogil=True)
 def run_layers(
-    kind, layers, first, last, residual, addend, cos, sin, num_rows, hidden_size, intermediate_size, num_heads,
-    num_kv_heads, head_dim, eps, items, parts, num_parts, slots, block_table, table_width, block_size, scale,
-    attention_scratch, scratch_floats, most_keys, configurations, tile_memory, normed, qkv, attended, projected,
-    gate_up, gated, num_threads,
+    kind, layers, first, last, residual, addend, cos, sin, num_rows, num_tokens, hidden_size, intermediate_size,
+    num_heads, num_kv_heads, head_dim, eps, items, parts, num_parts, slots, block_table, table_width, block_size, scale,
+    attention_scratch, scratch_floats, most_keys, configurations, tile_memory, inputs, input_size, normed, qkv,
+    attended, projected, gate_up, gated, num_threads,
 ):  # fmt: skip
     """Decoder layers first..last - 1 of a bfloat16 model on AMX tiles: what `worker.model.Layer` does, without Python.
 
     kind: of the weights. residual [rows, hidden] float32 is added to in place; addend [rows, hidden] is what the
-    layer before has to add, and then what the last one has. The buffers from `normed` on hold a step's rows.
+    layer before has to add, and then what the last one has. Rows from num_tokens on are padding, without a slot.
+    inputs [rows, input_size]: what the first product reads in place of the residual's norm; 0: there are none. The
+    buffers from `normed` on hold a step's rows.
     """
     turned, size = num_heads + num_kv_heads, (num_heads + 2 * num_kv_heads) * head_dim
     key, value = qkv + num_heads * head_dim * 2, qkv + turned * head_dim * 2
     for index in range(first, last):
         layer = layers + index * NUM_ADDRESSES * 8
-        add_norm(
-            BFLOAT16, residual, addend if index > 0 else 0, _address(layer, INPUT_NORM), normed, num_rows,
-            hidden_size, eps,
-        )  # fmt: skip
+        if inputs == 0:
+            add_norm(
+                BFLOAT16, residual, addend if index > 0 else 0, _address(layer, INPUT_NORM), normed, num_rows,
+                hidden_size, eps,
+            )  # fmt: skip
         tile_linear(
-            kind, normed, _address(layer, QKV), _address(layer, QKV_SCALE), _address(layer, QKV_BIAS), qkv, num_rows,
-            hidden_size, size, configurations, tile_memory, num_threads,
+            kind, normed if inputs == 0 else inputs, _address(layer, QKV), _address(layer, QKV_SCALE),
+            _address(layer, QKV_BIAS), qkv, num_rows, input_size, size, configurations, tile_memory, num_threads,
         )  # fmt: skip
         query_norm, key_norm = _address(layer, QUERY_NORM), _address(layer, KEY_NORM)
         if query_norm != 0:
@@ -560,7 +559,7 @@ def run_layers(
             norm_heads(BFLOAT16, key, size, num_rows, num_kv_heads, head_dim, key_norm, eps)
         rotate(BFLOAT16, qkv, size, num_rows, turned, head_dim, cos, sin)
         key_pool, value_pool = _address(layer, KEY_POOL), _address(layer, VALUE_POOL)
-        store_kv(BFLOAT16, key, value, size, size, slots, num_rows, num_kv_heads * head_dim, key_pool, value_pool)
+        store_kv(BFLOAT16, key, value, size, size, slots, num_tokens, num_kv_heads * head_dim, key_pool, value_pool)
         attend_parts(
             BFLOAT16, items, parts, num_parts, qkv, size, key_pool, value_pool, block_table, table_width, attended,
             block_size, num_heads, num_kv_heads, head_dim, _address(layer, WINDOW), scale, attention_scratch,
@@ -627,3 +626,24 @@ def find_rivals(scaled, limit, position, key_low, key_high, found):
                     found[count] = start + i
                     count += 1
     return count
+
+
+@njit(cache=True, nogil=True)
+def latest_match(token_ids, longest, told):
+    """Where the continuation of the longest, then latest, earlier copy of the last tokens [n] int32 begins; 0: none.
+
+    Copies are told apart by their last `longest` tokens. Also how many tokens before it are the last ones, up to told.
+    """
+    num_tokens = len(token_ids)
+    start = best = 0
+    for end in range(num_tokens - 1, 0, -1):
+        length = 0
+        while length < min(longest, end) and token_ids[end - 1 - length] == token_ids[num_tokens - 1 - length]:
+            length += 1
+        if length > best:
+            start, best = end, length
+            if length == longest:
+                break
+    while 0 < best < min(told, start) and token_ids[start - 1 - best] == token_ids[num_tokens - 1 - best]:
+        best += 1
+    return start, best

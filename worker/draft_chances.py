@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 FORGET: Final = 0.96  # weight of what was seen at a depth one verification before
 FORGET_UNTRIED: Final = 0.97  # the same in a step that drafts less deep, or from another source
+MOST_IDLE: Final = 16  # such steps of a row that are counted before they are looked at
 WORKER_FORGET: Final = 0.995  # the same two of all rows together
 WORKER_FORGET_UNTRIED: Final = 0.99
 PRIOR_WEIGHT: Final = 10.0  # verifications that what is known of all rows counts for in one row
@@ -71,6 +72,7 @@ class DraftChances:
         self.chances = np.zeros(shape)  # by row: that a draft is accepted if those before it are
         self.log_odds = np.zeros(shape)  # of the same
         self._seen: list[Outcome] = []
+        self._idle = np.zeros(0)  # by row: verifications without a draft since it last learned
 
     def seat(self, rows: Sequence[int]) -> None:
         """Requests that are new in these rows: their drafts are as good as the others' so far."""
@@ -79,18 +81,24 @@ class DraftChances:
         if missing > 0:
             pad = ((0, missing), (0, 0), (0, 0))
             self._row_tried, self._row_right = np.pad(self._row_tried, pad), np.pad(self._row_right, pad)
+            self._idle = np.pad(self._idle, pad[0])
         self._row_tried[rows] = self._row_right[rows] = 0.0
+        self._idle[rows] = 0.0
         self._conclude()
 
     def note(self, outcome: Outcome) -> None:
         """Something to learn from."""
-        self._seen.append(outcome)
+        if outcome.num_verified or outcome.dropped is not None:
+            self._seen.append(outcome)
+        else:
+            self._idle[outcome.row] += 1.0
 
     def learn(self) -> None:
         """Make chances of what was noted."""
-        if not self._seen:
+        if not self._seen and not (self._idle >= MOST_IDLE).any():
             return
-        rows, source, num_verified, num_accepted = np.array([seen[:2] + seen[3:5] for seen in self._seen], np.int64).T
+        known = np.array([seen[:2] + seen[3:5] for seen in self._seen], np.int64)
+        rows, source, num_verified, num_accepted = known.reshape(-1, 4).T
         verified = num_verified[:, None] > self._depths
         tried = (verified & (num_accepted[:, None] >= self._depths)).astype(float)
         right = (num_accepted[:, None] > self._depths).astype(float)
@@ -107,6 +115,8 @@ class DraftChances:
         np.add.at(new_right, (rows, source), right)
         np.add.at(reached, (rows, source), verified)
         np.add.at(steps, rows, 1.0)
+        steps += self._idle[:, None, None]
+        self._idle[:] = 0.0
         # What is not tried any more is slowly forgotten in a row, and taken to be like the others'.
         keep = FORGET**new_tried * FORGET_UNTRIED ** (steps - reached)
         self._row_tried = self._row_tried * keep + new_tried

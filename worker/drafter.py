@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from scheduler.step import Int32Array, Int64Array
+from worker import cpu_kernels
 from worker.batch import Batch
 from worker.frames import Frame
 from worker.rows import RowState
@@ -133,9 +134,9 @@ class NgramDrafter(Drafter):
 
     def _propose(self, token_ids: Int32Array, wanted: int) -> list[int]:
         wanted = self._most_drafts(len(token_ids), wanted)
-        start = latest_match(token_ids, self._min, self._max) if wanted > 0 else None
-        self.match_lengths.append(0 if start is None else match_length(token_ids, start))
-        if start is None:
+        start, length = latest_match(token_ids, self._min, self._max) if wanted > 0 else (0, 0)
+        self.match_lengths.append(length)
+        if not start:
             return []
         drafts: list[int] = token_ids[start : start + wanted].tolist()
         while len(drafts) < wanted:
@@ -144,27 +145,11 @@ class NgramDrafter(Drafter):
         return drafts
 
 
-def latest_match(token_ids: Int32Array, shortest: int, longest: int) -> int | None:
-    """Where the continuation of the longest, then latest, earlier copy of the last tokens begins.
+def latest_match(token_ids: Int32Array, shortest: int, longest: int) -> tuple[int, int]:
+    """Where the continuation of the longest, then latest, earlier copy of the last tokens begins; and its length.
 
-    A copy is at least `shortest` and at most `longest` tokens long and may overlap the last tokens.
+    A copy is at least `shortest` and at most `longest` tokens long and may overlap the last tokens: (0, 0) if there is
+    none. The length is that of all that is alike before it, as far as LONGEST_MATCH.
     """
-    num_tokens = len(token_ids)
-    best: int | None = None
-    ends = (token_ids[:-1] == token_ids[-1:]).nonzero()[0]
-    for length in range(1, min(longest, num_tokens - 1) + 1):
-        if length > 1:
-            starts = ends - (length - 1)
-            ends = ends[(starts >= 0) & (token_ids[starts] == token_ids[-length])]
-        if len(ends) == 0:
-            break
-        if length >= shortest:
-            best = int(ends[-1]) + 1
-    return best
-
-
-def match_length(token_ids: Int32Array, start: int) -> int:
-    """How many tokens before `start` are the last ones of all, as far as LONGEST_MATCH."""
-    length = min(LONGEST_MATCH, start)
-    differs = (token_ids[start - length : start] != token_ids[len(token_ids) - length :])[::-1]
-    return int(differs.argmax()) if differs.any() else length
+    start, length = cpu_kernels.latest_match(token_ids, longest, LONGEST_MATCH)
+    return (start, length) if length >= shortest else (0, 0)

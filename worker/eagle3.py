@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from scheduler.step import Int32Array
 from worker.attention import CpuAttention, KVCache
 from worker.batch import Batch
+from worker.compiled_layers import PARTS, CompiledLayers, LayerParts
 from worker.drafter import Drafter, VerifiedStep, draft_tokens
 from worker.eagle3_checkpoint import HeadConfig, read_head
 from worker.frames import Frame, gather_batch
@@ -25,9 +28,11 @@ from worker.hf_model import read_shared
 from worker.linear import padded_rows
 from worker.model import Model, attention_backend, fused
 from worker.operators import RMSNorm, rotate, silu_mul
-from worker.products import dense
+from worker.products import TileLinear, dense
 from worker.rope import Rope
 from worker.rows import RowState
+
+NO_TOKEN: Final = -1
 
 
 class Eagle3Head:
@@ -79,9 +84,19 @@ class Eagle3Head:
         self._gate_up = product("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")
         self._down = product("layers.0.mlp.down_proj")
         self._norm, self._head = needed("norm"), product("lm_head")
+        self._compiled = self._compile()
         self._pads_rows = any(
             linear.pads_rows for linear in (self._fc, self._qkv, self._output, self._gate_up, self._down, self._head)
         )
+
+    def _compile(self) -> CompiledLayers | None:
+        linears = dict(zip(PARTS, (self._qkv, self._output, self._gate_up, self._down), strict=True))
+        tiles = {name: linear for name, linear in linears.items() if isinstance(linear, TileLinear)}
+        if len(tiles) < len(linears) or not isinstance(self.attention, CpuAttention):
+            return None
+        norms = (self._query_norm, self._key_norm) if self._query_norm and self._key_norm else None
+        layer = LayerParts(tiles, None, self._mlp_norm, norms)
+        return CompiledLayers([layer], self.config, input_size=self._qkv.in_features)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """The target's states [n, num_states * target_hidden_size] as what the layer reads: [n, hidden_size]."""
@@ -95,15 +110,22 @@ class Eagle3Head:
     def forward(self, features: torch.Tensor, batch: Batch) -> torch.Tensor:
         """One pair per token of the batch; [n, hidden_size] features of the next position. Writes the head's KV."""
         num_tokens = batch.token_ids.shape[0]
-        padding = padded_rows(num_tokens) - num_tokens if self._pads_rows else 0
+        positions, token_ids = batch.positions, batch.token_ids
+        if self._pads_rows:
+            padding = padded_rows(num_tokens) - num_tokens
+            positions, token_ids = F.pad(positions, (0, padding)), F.pad(token_ids, (0, padding))
+            features = F.pad(features, (0, 0, 0, padding))
         self.attention.prepare(batch)
-        cos, sin = self.rope(F.pad(batch.positions, (0, padding)))
-        embedded = F.embedding(F.pad(batch.token_ids, (0, padding)), self._embedding)
-        features = F.pad(features, (0, 0, 0, padding))
+        cos, sin = self.rope(positions)
+        embedded = F.embedding(token_ids, self._embedding)
         normed = self._hidden_norm(features)
         residual = (normed if self.config.norm_before_residual else features).float()
-        qkv = self._qkv(torch.cat((self._embedding_norm(embedded), normed), -1))
-        residual = residual + self._output(self._attend(qkv, cos, sin, batch))
+        inputs = torch.cat((self._embedding_norm(embedded), normed), -1)
+        if self._compiled is not None and isinstance(self.attention, CpuAttention):
+            addend = torch.empty(features.shape, dtype=self.dtype)
+            self._compiled.run(0, 1, residual, addend, cos, sin, self.attention, inputs)
+            return residual.add_(addend)[:num_tokens].to(self.dtype)
+        residual = residual + self._output(self._attend(self._qkv(inputs), cos, sin, batch))
         residual = residual + self._down(silu_mul(self._gate_up(self._mlp_norm(residual))))
         return residual[:num_tokens].to(self.dtype)
 
@@ -142,12 +164,12 @@ class Eagle3Drafter(Drafter):
     """Drafts with a head. Its KV at verified positions comes from true hidden states only.
 
     Pairs are computed when the row drafts, or when a block of it is full: a block that others may find in the
-    prefix cache is whole in the head's layer too, except for its last pair, which depends on the next token.
+    prefix cache is whole in the head's layer too. Its last pair is made with the token after the block: a row that goes
+    on with another one makes it anew before it drafts, from the states kept for that (of rows in one step that share a
+    block and go on differently, the last one's pair counts for all).
     In steps whose states nobody kept, blocks stay without pairs. A row drafts from what follows its last such block,
     at true positions: keys and values of one layer depend on their own pair only, so those that are there are right.
     """
-
-    drop_last_hit_block = True
 
     def __init__(self, head: Eagle3Head, *, max_drafts: int, max_model_len: int | None = None) -> None:
         """max_model_len: no drafts at or past this position."""
@@ -157,13 +179,16 @@ class Eagle3Drafter(Drafter):
         self._block_size = head.kv_cache.block_size
         self._waiting: dict[int, Waiting] = {}  # by epoch
         self._due: dict[int, None] = {}  # epochs whose pairs must not wait any longer
-        self._whole: set[int] = set()  # blocks with all their pairs
+        # By block: the token that its last pair was made with; NO_TOKEN where pairs are missing.
+        self._token_after: Int32Array = np.full(head.kv_cache.num_blocks, NO_TOKEN, np.int32)
+        self._last_states: dict[int, torch.Tensor] = {}  # by block, of its last position: [num_states * hidden_size]
 
     def begin_session(self) -> None:
         """Forget every row."""
         self._waiting.clear()
         self._due.clear()
-        self._whole.clear()
+        self._token_after[:] = NO_TOKEN
+        self._last_states.clear()
 
     def forget(self, epoch: int) -> None:
         """An epoch has left this worker."""
@@ -187,7 +212,7 @@ class Eagle3Drafter(Drafter):
             assert waiting.stop == frame.start, f"states of {waiting.stop}, then of {frame.start}"
             waiting.stop = row.num_computed_tokens
             size = self._block_size
-            self._whole.difference_update(row.block_ids[frame.start // size : -(-waiting.stop // size)].tolist())
+            self._token_after[row.block_ids[frame.start // size : -(-waiting.stop // size)]] = NO_TOKEN
             if not has_states:
                 self._miss(waiting)
                 continue
@@ -198,11 +223,9 @@ class Eagle3Drafter(Drafter):
 
     def _first_block(self, row: RowState, num_tokens: int) -> int:
         """Of a row that arrives with so many tokens in the prefix cache."""
-        block_ids = row.block_ids.tolist()
         first = num_tokens // self._block_size
-        while first and block_ids[first - 1] in self._whole:
-            first -= 1
-        return first
+        gaps = np.flatnonzero(self._token_after[row.block_ids[:first]] == NO_TOKEN)
+        return int(gaps[-1]) + 1 if len(gaps) else 0
 
     def _miss(self, waiting: Waiting) -> None:
         """The row goes on from its next block."""
@@ -223,7 +246,7 @@ class Eagle3Drafter(Drafter):
         self._due.clear()
         if not writing:
             return drafts
-        features = self._write(writing)[: len(drafting)]
+        features = self._write(writing, len(drafting))
         step = 0
         while drafting:
             asked = [rows[index] for index in drafting]
@@ -252,25 +275,50 @@ class Eagle3Drafter(Drafter):
             return 0
         return min(self._most_drafts(row.num_tokens, wanted), row.num_blocks * self._block_size - row.num_tokens + 2)
 
-    def _write(self, writing: Sequence[Waiting]) -> torch.Tensor:
-        """Write the pairs that waited; [len(writing), hidden_size] of the last pair of each row."""
-        table = writing[0].row.table
-        frames = [
-            Frame(
-                index=0, row=waiting.row, start=waiting.start, stop=waiting.stop, draft_token_ids=[], samples=True,
-                num_propose=0,
-            )
-            for waiting in writing
-        ]  # fmt: skip
-        batch = self._without_gaps(gather_batch(frames, table, self._head.kv_cache.key.device, ahead=1), writing)
-        states = torch.cat([part for waiting in writing for part in waiting.states])
+    def _write(self, writing: Sequence[Waiting], num_drafting: int) -> torch.Tensor:
+        """Write the pairs that waited; [num_drafting, hidden_size] of the last pair of each of the first rows."""
+        drafting = writing[:num_drafting]
+        foreign = [(waiting, index) for waiting in drafting for index in self._foreign_blocks(waiting)]
+        frames = [_frame(waiting.row, waiting.start, waiting.stop, samples=True) for waiting in writing]
+        states = [part for waiting in writing for part in waiting.states]
+        for waiting, index in foreign:
+            end = (index + 1) * self._block_size
+            frames.append(_frame(waiting.row, end - 1, end, samples=False))
+            states.append(self._last_states[int(waiting.row.block_ids[index])][None])
+        batch = gather_batch(frames, writing[0].row.table, self._head.kv_cache.key.device, ahead=1)
+        batch = self._without_gaps(batch, [*writing, *(waiting for waiting, _ in foreign)])
+        out = self._head.forward(self._head.features(torch.cat(states)), batch)
+        for waiting, index in foreign:
+            self._mark(waiting.row, index)
         for waiting in writing:
-            size = self._block_size
-            self._whole.update(waiting.row.block_ids[waiting.start // size : waiting.stop // size].tolist())
-            waiting.start = waiting.stop
-            waiting.states.clear()
-        out = self._head.forward(self._head.features(states), batch)
-        return out.index_select(0, batch.logits_indices)
+            self._mark_whole(waiting)
+        return out.index_select(0, batch.logits_indices)[:num_drafting]
+
+    def _foreign_blocks(self, waiting: Waiting) -> list[int]:
+        """Of those before what waits: blocks whose last pair was made for a row that goes on with another token."""
+        row, size, first, end = waiting.row, self._block_size, waiting.first_block, waiting.start // self._block_size
+        if first >= end:
+            return []
+        tokens_after = row.token_ids[size * (first + 1) :: size][: end - first]
+        found: list[int] = np.flatnonzero(self._token_after[row.block_ids[first:end]] != tokens_after).tolist()
+        return [first + index for index in found]
+
+    def _mark_whole(self, waiting: Waiting) -> None:
+        """All that waited is written."""
+        size, start = self._block_size, waiting.start
+        whole = range(start // size, waiting.stop // size)
+        if whole:
+            states = torch.cat(waiting.states)
+            for index in whole:
+                last = (index + 1) * size - 1
+                self._last_states[int(waiting.row.block_ids[index])] = states[last - start].clone()
+                self._mark(waiting.row, index)
+        waiting.start = waiting.stop
+        waiting.states.clear()
+
+    def _mark(self, row: RowState, index: int) -> None:
+        """The last pair of a row's block is made with the row's next token."""
+        self._token_after[row.block_ids[index]] = row.token_ids[(index + 1) * self._block_size]
 
     def _step_batch(self, pairs: Sequence[tuple[RowState, int]], step: int) -> Batch:
         """One more pair for each row, with the draft that stands `step - 1` past its last confirmed token."""
@@ -304,6 +352,10 @@ class Eagle3Drafter(Drafter):
             seq_lens=batch.seq_lens - first * self._block_size,
             block_table=batch.block_table.gather(1, columns),
         )
+
+
+def _frame(row: RowState, start: int, stop: int, *, samples: bool) -> Frame:
+    return Frame(index=0, row=row, start=start, stop=stop, draft_token_ids=[], samples=samples, num_propose=0)
 
 
 def load_head(directory: Path, target: Model, target_directory: Path) -> Eagle3Head:

@@ -32,8 +32,8 @@ class DraftPolicy(Protocol):
         ...
 
     @property
-    def model_sleeps(self) -> bool:
-        """Whether the model is neither asked nor shown states in the next step."""
+    def sleeps(self) -> Sequence[bool]:
+        """By source: whether it is left alone in the next step. A model is then not shown states either."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class DraftPolicy(Protocol):
         ...
 
     def drafted(self, num_drafts: Sequence[int], elapsed_ns: int) -> None:
-        """The model took so long to draft so many tokens for each of its rows."""
+        """The model took so long to draft so many tokens for each of its rows; none: to keep up with them."""
         ...
 
 
@@ -59,7 +59,7 @@ class PreferLookup:
         """Nothing is learned."""
 
     judge: Judge | None = None
-    model_sleeps = False
+    sleeps: Sequence[bool] = (False, False)
 
     def choose(
         self, rows: Sequence[RowState], available: Sequence[tuple[int, int]], match_lengths: Sequence[int]
@@ -110,23 +110,25 @@ class MixedDrafter(Drafter):
 
     def propose(self, rows: Sequence[RowState], num_propose: Sequence[int]) -> list[list[int]]:
         """Per row drafts of one source, as many as the policy wants."""
+        sleeps = self._policy.sleeps
+        lookup = None if sleeps[LOOKUP] else self._lookup
+        model = None if sleeps[MODEL] else self._model
         drafts: list[list[int]] = [[] for _ in rows]
-        lengths: Sequence[int] = ()
-        if self._lookup is not None:
-            drafts = self._lookup.propose(rows, num_propose)
-            lengths = self._lookup.match_lengths
-        left = [0] * len(rows)
-        if self._model is not None and not self._policy.model_sleeps:
-            left = [min(wanted, self._model.max_drafts) for wanted in num_propose]
-        available = list(zip(map(len, drafts), left, strict=True))
-        chosen = self._policy.choose(rows, available, lengths or [0] * len(rows))
+        lengths: Sequence[int] = [0] * len(rows)
+        chosen: Sequence[tuple[int, int]] = [(MODEL, 0)] * len(rows)
+        if lookup is not None:
+            drafts = lookup.propose(rows, num_propose)
+            lengths = lookup.match_lengths or lengths
+        if lookup is not None or model is not None:
+            left = [0 if model is None else min(wanted, model.max_drafts) for wanted in num_propose]
+            chosen = self._policy.choose(rows, list(zip(map(len, drafts), left, strict=True)), lengths)
         asked = [index for index, (source, wanted) in enumerate(chosen) if source == MODEL and wanted > 0]
         for index, (source, wanted) in enumerate(chosen):
             drafts[index] = drafts[index][:wanted] if source == LOOKUP else []
         for index, proposed in zip(asked, self._ask(rows, asked, [chosen[i][1] for i in asked]), strict=True):
             drafts[index] = proposed
         if self._model is not None:
-            self.state_layers = () if self._policy.model_sleeps else self._model.state_layers
+            self.state_layers = () if sleeps[MODEL] else self._model.state_layers
         return drafts
 
     def _ask(self, rows: Sequence[RowState], asked: Sequence[int], wanted: Sequence[int]) -> list[list[int]]:
@@ -135,6 +137,5 @@ class MixedDrafter(Drafter):
             return []
         started_ns = time.perf_counter_ns()
         proposed = self._model.propose([rows[index] for index in asked], wanted)
-        if asked:
-            self._policy.drafted([len(drafts) for drafts in proposed], time.perf_counter_ns() - started_ns)
+        self._policy.drafted([len(drafts) for drafts in proposed], time.perf_counter_ns() - started_ns)
         return proposed

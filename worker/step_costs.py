@@ -4,6 +4,7 @@ Durations only; what they are worth is worker.adaptive's business.
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -24,6 +25,7 @@ MOST_CHANGE = 1.5  # a longer step was disturbed by something else
 MOST_SHAPE = 1.5
 SHAPE_FORGET = 0.998  # a size that looks worse than it is must not be shunned for ever
 DRAFT_RATE = 0.1  # of what a draft costs
+FIRST_DRAFTS = 3  # of one size: the quickest of them counts, as the first may warm up
 DRAFT_SHARE = 0.1  # of the cheapest step, for one draft of all rows, until one was seen
 
 
@@ -66,6 +68,8 @@ class StepCosts:
         self._seen = np.zeros(len(sizes), np.int64)  # steps of each size
         self._like = np.arange(len(sizes))  # the nearest size that was seen
         self._draft_ns: dict[int, float] = {}  # number of rows, in powers of two -> one draft, undrifted
+        self._drafts_seen: Counter[int] = Counter()  # by the same
+        self._has_drafted = False
 
     def verify_ns(self, num_tokens: Float64Array) -> Float64Array:
         """Of steps of so many tokens."""
@@ -107,9 +111,13 @@ class StepCosts:
 
     def drafted(self, num_rows: int, num_drafts: int, elapsed_ns: int) -> None:
         """So many drafts for each of so many rows took so long."""
+        if not self._has_drafted:
+            self._has_drafted = True  # the first of all warms up: believed, it would be the last
+            return
         each, bucket = elapsed_ns / num_drafts / self._drift, num_rows.bit_length()
-        known = self._draft_ns.get(bucket)
-        if known is None:
-            self._draft_ns[bucket] = each
+        known = self._draft_ns.get(bucket, each)
+        self._drafts_seen[bucket] += 1
+        if self._drafts_seen[bucket] <= FIRST_DRAFTS:
+            self._draft_ns[bucket] = min(known, each)
         else:
-            self._draft_ns[bucket] = known * min(max(each / known, 1.0 / MOST_CHANGE), MOST_CHANGE) ** DRAFT_RATE
+            self._draft_ns[bucket] = known * min(each / known, MOST_CHANGE) ** DRAFT_RATE
