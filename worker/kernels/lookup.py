@@ -101,9 +101,9 @@ def look_up_reference(
         length = int(state.num_tokens[row])
         limit = min(int(num_propose[req]), acceptance.draft_ids.shape[1], int(state.end[row]) - length - 1)
         confirmed = state.token_ids[row, :length].numpy()
-        first = latest_match(confirmed, shortest, longest) if limit > 0 else None
-        for index in range(limit if first is not None else 0):
-            assert first is not None
+        first = latest_match(confirmed, shortest, longest)[0] if limit > 0 else 0
+        count = limit if first else 0
+        for index in range(count):
             draft = int(confirmed[first + index % (length - first)])
             state.token_ids[row, length + index] = acceptance.draft_ids[req, index] = draft
-        state.num_drafts[row] = acceptance.num_drafts[req] = 0 if first is None else limit
+        state.num_drafts[row] = acceptance.num_drafts[req] = count
