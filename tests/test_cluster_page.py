@@ -58,17 +58,26 @@ async def events(up: LiveStack, number: int, *fields: str) -> list[dict[str, Any
     return views
 
 
+async def at_rest(up: LiveStack, *fields: str) -> dict[str, Any]:
+    """A view without steps in flight: its trail has them already, the scheduler's count has not."""
+    async with asyncio.timeout(30):
+        while True:
+            [view] = await events(up, 1, *fields)
+            if not any(worker["num_steps_in_flight"] for worker in view["scheduler"]["workers"]):
+                return view
+
+
 async def test_events_bring_each_step_and_go_on_where_they_ended() -> None:
     async with live_stack() as up:
         await up.client.generate([5, 6, 7], request_id="first", max_tokens=9, ignore_eos=True).aresult()
-        [view] = await events(up, 1)
+        view = await at_rest(up)
         assert view["model"] == "tiny"
         assert len(view["trail"]["steps"]) == view["scheduler"]["num_steps"] > 0
         seen = f"Last-Event-ID: {view['life']}/{view['trail']['number']}"
         await up.client.generate([5, 6, 7], request_id="second", max_tokens=9, ignore_eos=True).aresult()
-        [later] = await events(up, 1, seen)
+        later = await at_rest(up, seen)
         assert 0 < len(later["trail"]["steps"]) < later["scheduler"]["num_steps"]
-        [other] = await events(up, 1, f"Last-Event-ID: another/{view['trail']['number']}")
+        other = await at_rest(up, f"Last-Event-ID: another/{view['trail']['number']}")
         assert len(other["trail"]["steps"]) == other["scheduler"]["num_steps"]
 
 

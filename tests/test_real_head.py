@@ -54,7 +54,7 @@ def served(with_hit: bool) -> Served:
 
 
 def test_acceptance_after_a_prefix_hit_is_that_without_one() -> None:
-    assert (served(with_hit=True).prefix_hits, served(with_hit=False).prefix_hits) == (BLOCK, 0)
+    assert (served(with_hit=True).prefix_hits, served(with_hit=False).prefix_hits) == (2 * BLOCK, 0)
     assert served(with_hit=True)[:3] == served(with_hit=False)[:3]
 
 
